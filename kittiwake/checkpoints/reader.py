@@ -1,0 +1,237 @@
+"""Bytes on disk → named tensors. Knows formats, knows no model, runs no code from a file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from kittiwake.checkpoints.files import FileStamp, Progress, quoted, sha256_file
+from kittiwake.checkpoints.strict_json import load_json_strict
+from kittiwake.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 4 << 20
+MAX_HEADER_BYTES = 100_000_000
+"""The most a safetensors header may hold; the ``safetensors`` library has the same limit."""
+
+_PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".pkl")
+_EXPECTED = "expected a PyTorch .pth, a .safetensors file, or a folder that holds one of them or a kittiwake bundle"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Name, shape and torch dtype of one stored tensor, known without reading its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+class TensorSource(Protocol):
+    """An open checkpoint: tensors by name."""
+
+    path: Path
+    format: str
+    """"pth", "safetensors" or "bundle"."""
+    config: Mapping[str, Any] | None
+    """The config.json that came with it, if any."""
+
+    def infos(self) -> Sequence[TensorInfo]:
+        """Every tensor in the source, in file order."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, mapped from the file where the format allows (do not write to it). Raises CheckpointError."""
+
+    def digest(self, progress: Progress | None = None) -> str:
+        """sha-256 (hex) over the source's files, computed when first asked for."""
+
+    def close(self) -> None:
+        """Let go of the files. Tensors already read stay valid."""
+
+
+class FileSource:
+    """What every format's source shares; a format adds :meth:`_tensor`."""
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        infos: Sequence[TensorInfo],
+        files: Sequence[FileStamp],
+        config: Mapping[str, Any] | None = None,
+        digest_files: Sequence[Path] = (),
+    ) -> None:
+        """``kind`` is the format; ``files`` are watched for changes; ``digest_files`` (else ``files``) go into digest()."""
+        if not infos:
+            raise CheckpointError(f"{path} holds no tensors", _EXPECTED)
+        self.path = path
+        self.format = kind
+        self.config = config
+        self._infos = {info.name: info for info in infos}
+        self._files = tuple(files)
+        self._digest_files = tuple(digest_files) or tuple(stamp.path for stamp in files)
+        self._digest: str | None = None
+        self._is_open = True
+
+    def infos(self) -> Sequence[TensorInfo]:
+        """Every tensor in the source, in file order."""
+        return tuple(self._infos.values())
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, mapped from the file where the format allows: do not write to it.
+
+        Raises CheckpointError for a name the source does not have (the nearest one is named), after close(), and when
+        a file changed since it was opened.
+        """
+        if not self._is_open:
+            raise CheckpointError(f"{self.path} was closed", "open the checkpoint again")
+        if name not in self._infos:
+            near = difflib.get_close_matches(name, self._infos, n=1)
+            hint = f"the nearest name is {quoted(near[0])}" if near else ""
+            raise CheckpointError(f"{self.path} has no tensor {quoted(name)}", hint)
+        for stamp in self._files:
+            stamp.check_unchanged()
+        return self._tensor(name)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def digest(self, progress: Progress | None = None) -> str:
+        """sha-256 in hex, computed once: of the one file, or over the lines ``HEX  NAME\\n`` of several, by name."""
+        if self._digest is None:
+            digests = {path.name: sha256_file(path, progress) for path in sorted(self._digest_files)}
+            lines = "".join(f"{value}  {name}\n" for name, value in digests.items())
+            single = len(digests) == 1
+            self._digest = next(iter(digests.values())) if single else hashlib.sha256(lines.encode()).hexdigest()
+        return self._digest
+
+    def close(self) -> None:
+        """Let go of the files. Tensors already read stay valid. Closing twice is harmless."""
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path, *, verify_digests: bool = True, progress: Progress | None = None) -> TensorSource:
+    """Open a checkpoint: a file or a folder, told apart by what is in it rather than by its name.
+
+    - a zip or legacy pickle written by ``torch.save``, read without running code from it;
+    - a ``.safetensors`` file;
+    - a folder with ``manifest.json``: a bundle (``verify_digests`` and ``progress`` go to ``read_bundle``);
+    - a folder with ``model.safetensors`` or ``model.safetensors.index.json``, its ``config.json`` read strictly if there;
+    - a folder with exactly one file named ``.safetensors``, ``.pth``, ``.pt`` or ``pytorch_model.bin``.
+
+    Raises CheckpointError (BundleError for a bundle) naming the path, what was found and what to do.
+    """
+    path = Path(path)
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError):
+        is_folder = False  # opening it as a file says what is wrong
+    if is_folder:
+        return _open_folder(path, verify_digests, progress)
+    return _open_file(path, None, ())
+
+
+def _open_folder(folder: Path, verify_digests: bool, progress: Progress | None) -> TensorSource:
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError as err:
+        raise CheckpointError(f"the folder {folder} cannot be read: {err.strerror}") from None
+    if "manifest.json" in names:
+        from kittiwake.checkpoints.bundle import read_bundle
+
+        return read_bundle(folder, verify_digests=verify_digests, progress=progress).source
+    config_files = (folder / "config.json",) if "config.json" in names else ()
+    config = read_config_file(config_files[0]) if config_files else None
+    if "model.safetensors.index.json" in names:
+        if "model.safetensors" in names:
+            raise CheckpointError(
+                f"{folder} holds both model.safetensors and model.safetensors.index.json",
+                "it is not clear which one is meant: remove one, or name the file",
+            )
+        from kittiwake.checkpoints.safetensors import open_sharded
+
+        return open_sharded(folder, config, config_files)
+    return _open_file(folder / _pick_file(folder, names), config, config_files)
+
+
+def _pick_file(folder: Path, names: Sequence[str]) -> str:
+    """The one file that is meant. ``model.safetensors`` comes first: its folder often holds the same as a pickle too."""
+    if "model.safetensors" in names:
+        return "model.safetensors"
+    suffixes = (".safetensors", ".pth", ".pt")
+    found = [n for n in names if (n.endswith(suffixes) and not n.startswith(".")) or n == "pytorch_model.bin"]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        shown = ", ".join(map(quoted, found[:4]))
+        raise CheckpointError(f"{folder} holds {len(found)} checkpoints: {shown}", "name the file that is meant")
+    listed = ", ".join(map(quoted, names[:6])) + (" ..." if len(names) > 6 else "")
+    raise CheckpointError(f"{folder} holds no checkpoint; found {listed or 'nothing: it is empty'}", _EXPECTED)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A ``config.json``: strict JSON, at most 4 MiB, one object. Raises CheckpointError."""
+    config = load_json_strict(path, what=str(path), max_bytes=MAX_CONFIG_BYTES)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, expected a JSON object")
+    return config
+
+
+def _open_file(path: Path, config: Mapping[str, Any] | None, config_files: Sequence[Path]) -> TensorSource:
+    stamp = FileStamp.of(path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(512)
+    except OSError as err:
+        raise CheckpointError(f"{path} cannot be read: {err.strerror}") from None
+    # Asked first: the length that a safetensors file starts with may spell the first letter of anything else.
+    looks_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
+    if not looks_safetensors:
+        _refuse_known_strangers(path, head)
+    if looks_safetensors or path.suffix == ".safetensors":
+        from kittiwake.checkpoints.safetensors import open_single
+
+        return open_single(stamp, config, config_files)
+    if head[:1] == b"\x80" or path.suffix in _PICKLE_SUFFIXES or head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        from kittiwake.checkpoints.pth import open_pth
+
+        return open_pth(stamp, config, config_files)
+    raise CheckpointError(f"{path} is of an unknown kind: it starts with {quoted(head[:16])}", _EXPECTED)
+
+
+def _refuse_known_strangers(path: Path, head: bytes) -> None:
+    """Raise for content that people do hand over by mistake, saying what it is."""
+    if not head:
+        raise CheckpointError(f"{path} is empty (0 bytes)", "the download failed: get it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself", "run: git lfs pull")
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise CheckpointError(
+            f"{path} is a web page, not a checkpoint", "download the file itself, not the page about it"
+        )
+    if head.startswith(b"GGUF"):
+        raise CheckpointError(f"{path} is a GGUF file, which kittiwake does not read yet", _EXPECTED)
+    if text.startswith((b"{", b"[")):
+        raise CheckpointError(f"{path} is a JSON text, not tensors", "give the folder that it belongs to")

@@ -1,0 +1,38 @@
+"""Options of an engine, each default written once; the comment after a field is its help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kittiwake.errors import UsageError
+
+DTYPES = ("auto", "fp32", "bf16")
+DEVICES = ("auto", "cpu")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is run. None of these changes a bit of any answer, except ``dtype`` where it rounds weights."""
+
+    device: str = "auto"
+    """auto or cpu"""
+    dtype: str = "auto"
+    """how weights are kept: auto (as stored), fp32, or bf16 (fp32 arithmetic on widened weights)"""
+    threads: int = 0
+    """CPU threads; 0 takes one a core"""
+    slots: int = 64
+    """sequences that can be in flight at once; each costs one state"""
+    prefill_chunk: int = 0
+    """most prompt tokens of one sequence in a step; 0 sets no limit"""
+    max_rows: int = 2048
+    """most rows in one step, decode rows and prompt tokens together; bounds the workspace"""
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise UsageError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name, low in (("threads", 0), ("slots", 1), ("prefill_chunk", 0), ("max_rows", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise UsageError(f"{name} must be a whole number of at least {low}, got {value!r}")

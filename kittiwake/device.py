@@ -1,0 +1,61 @@
+"""What machine this is: cores, processor, the folder for caches."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+from kittiwake.errors import UsageError
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels and probe results are kept; KITTIWAKE_CACHE overrides it. Not created here."""
+    chosen = os.environ.get("KITTIWAKE_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kittiwake"
+
+
+def usable_cores() -> int:
+    """Logical processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@lru_cache
+def processor_name() -> str:
+    """Model name of the processor, with its family and stepping where Linux tells them."""
+    fields: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+            if not line and fields:
+                break
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = fields.get("model name") or platform.machine()
+    detail = " ".join(f"{key} {fields[key]}" for key in ("cpu family", "model", "stepping") if key in fields)
+    return f"{name} ({detail})" if detail else name
+
+
+def resolve_threads(threads: int) -> int:
+    """The thread count to use: the one asked for, or one a usable core. Raises UsageError when Numba cannot run as many."""
+    if threads == 0:
+        return _thread_limit(usable_cores())
+    limit = _thread_limit(threads)
+    if threads > limit:
+        raise UsageError(
+            f"threads {threads} is more than the {limit} this process can run",
+            f"set NUMBA_NUM_THREADS={threads} before starting, or ask for at most {limit}",
+        )
+    return threads
+
+
+def _thread_limit(wanted: int) -> int:
+    import numba
+
+    return min(wanted, int(numba.config.NUMBA_NUM_THREADS))

@@ -1,0 +1,153 @@
+"""State as a table of slots, and its verbs: allocate, clear, save, restore, free.
+
+A family declares its state as a :class:`StateSpec`; nobody outside the family knows what is in it. Recurrent state
+cannot be rewound: it may be continued only by tokens that extend exactly what it has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kittiwake.errors import StateError
+
+SCRATCH_SLOT = 0
+"""The slot that belongs to nobody: spare rows of a graph bucket write there, no request ever gets it."""
+
+
+class PartKind(Enum):
+    """How a part of a state depends on the length of what it has seen."""
+
+    FIXED = "fixed"
+    """One array of constant size: a recurrent state, a token shift."""
+    OPEN_ROWS = "open_rows"
+    """Raw rows since the last block border, at most ``shape[0]``; the count is ``position % shape[0]``."""
+    GROWING = "growing"
+    """One row a token (keys, values), kept in pages under the scheduler's budget."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One array a sequence carries in every layer. ``shape`` is per layer and slot, without the length of growing parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    kind: PartKind = PartKind.FIXED
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a layer and slot (for a growing part: a token and layer)."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What one sequence carries: parts times layers, and its absolute position (tokens seen so far)."""
+
+    layers: int
+    parts: tuple[StatePart, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, growing parts left out."""
+        return self.layers * sum(part.nbytes for part in self.parts if part.kind is not PartKind.GROWING)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A copy of one slot: position and arrays [L, *shape] by part name. Immutable by agreement."""
+
+    position: int
+    parts: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.parts.values())
+
+
+class StateTable:
+    """``slots`` usable places and the scratch slot, in host memory.
+
+    ``part(name)`` is float array [L, S, *shape] where S = slots + 1; the family's forward reads and writes it in place.
+    ``positions`` is int64 [S]: tokens each slot has seen.
+    """
+
+    def __init__(self, spec: StateSpec, slots: int) -> None:
+        if slots < 1:
+            raise StateError(f"a state table needs at least one slot, asked for {slots}")
+        for part in spec.parts:
+            if part.kind is PartKind.GROWING:
+                raise StateError(f"state part {part.name!r} grows with length; this table keeps constant-size parts only")
+        self.spec = spec
+        self.slots = slots
+        self.positions = np.zeros(slots + 1, dtype=np.int64)
+        self._arrays = {
+            part.name: np.zeros((spec.layers, slots + 1, *part.shape), dtype=part.dtype) for part in spec.parts
+        }
+        self._free = list(range(slots, SCRATCH_SLOT, -1))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole table."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that allocate() can still give."""
+        return len(self._free)
+
+    def part(self, name: str) -> np.ndarray:
+        """The array of one part, [L, S, *shape]; writes go to the table."""
+        return self._arrays[name]
+
+    def allocate(self) -> int:
+        """Take a cleared slot. Raises StateError when none is free."""
+        if not self._free:
+            raise StateError(f"all {self.slots} state slots are taken", "free one or open the engine with more slots")
+        slot = self._free.pop()
+        self.clear(slot)
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Give a slot back. Raises StateError for a slot that is not taken."""
+        self._check(slot)
+        self._free.append(slot)
+
+    def clear(self, slot: int) -> None:
+        """Bring a slot back to the start of a sequence: all zeros, position 0."""
+        for array in self._arrays.values():
+            array[:, slot] = 0
+        self.positions[slot] = 0
+
+    def save(self, slot: int) -> SavedState:
+        """A deep copy of what the slot holds now."""
+        self._check(slot)
+        return SavedState(
+            position=int(self.positions[slot]),
+            parts={name: array[:, slot].copy() for name, array in self._arrays.items()},
+        )
+
+    def restore(self, slot: int, saved: SavedState) -> None:
+        """Write a saved state into a slot. Raises StateError when its parts are not this table's."""
+        self._check(slot)
+        if set(saved.parts) != set(self._arrays):
+            raise StateError(f"saved state has parts {sorted(saved.parts)}, this model has {sorted(self._arrays)}")
+        for name, array in self._arrays.items():
+            found, expected = saved.parts[name], array[:, slot]
+            if found.shape != expected.shape or found.dtype != expected.dtype:
+                raise StateError(
+                    f"saved state part {name!r} is {found.dtype} {found.shape}, this model has "
+                    f"{expected.dtype} {expected.shape}"
+                )
+        for name, array in self._arrays.items():
+            array[:, slot] = saved.parts[name]
+        self.positions[slot] = saved.position
+
+    def _check(self, slot: int) -> None:
+        if not SCRATCH_SLOT < slot <= self.slots or slot in self._free:
+            raise StateError(f"slot {slot} is not a taken slot of this table (1 to {self.slots})")

@@ -1,0 +1,74 @@
+"""Errors as data: each has a message, a hint, an exit code for the command line and a status for HTTP.
+
+The core raises these; only the edges (command line, server) print them.
+"""
+
+from __future__ import annotations
+
+
+class KittiwakeError(Exception):
+    """Base of every error kittiwake raises on purpose.
+
+    ``message`` names the value found and what was expected; ``hint`` says what to do about it (may be empty).
+    """
+
+    exit_code: int = 1
+    http_status: int = 500
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class UsageError(KittiwakeError):
+    """An option, argument or API value that is wrong or contradicts another."""
+
+    exit_code = 2
+    http_status = 400
+
+
+class RequestError(UsageError):
+    """A request the engine cannot serve: empty prompt, token id out of range, contradictory sampling values."""
+
+
+class OutputError(UsageError):
+    """An output path that exists, cannot be written, or whose disk is full."""
+
+
+class InputFileError(KittiwakeError):
+    """A file that was read is not what it should be."""
+
+    exit_code = 3
+    http_status = 422
+
+
+class CheckpointError(InputFileError):
+    """A checkpoint file that is truncated, corrupt, unsafe or of an unknown format."""
+
+
+class ModelError(InputFileError):
+    """A readable checkpoint whose tensors or config no family of kittiwake can run."""
+
+
+class BundleError(InputFileError):
+    """A bundle whose manifest, files or digests do not hold."""
+
+
+class TokenizerError(InputFileError):
+    """A tokenizer file that cannot be used, or that does not fit the model's vocabulary."""
+
+
+class StateError(KittiwakeError):
+    """A saved state that does not belong to this model, dtype or format; or no slot is free."""
+
+    http_status = 409
+
+
+class DeviceError(KittiwakeError):
+    """The device asked for is missing or lacks what the model needs."""
+
+    http_status = 503

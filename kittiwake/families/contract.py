@@ -1,0 +1,78 @@
+"""What the engine and the loader know of a model family, and all they know.
+
+Shape letters are fixed in ``kittiwake/ops/__init__.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.engine.batch import Batch
+from kittiwake.engine.states import StateSpec, StateTable
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, total)``: units are bytes or items, told by ``what``."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a model, read from its tensors. ``extra`` holds what only its family understands (JSON values)."""
+
+    family: str
+    layers: int
+    width: int
+    vocab_size: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Model(Protocol):
+    """A loaded model: weights on a device, the state it needs, and one forward."""
+
+    config: ModelConfig
+    state_spec: StateSpec
+    weight_bytes: int
+    """Bytes of weights one decode step reads (the embedding table counts one row)."""
+
+    def forward(self, batch: Batch, states: StateTable) -> np.ndarray:
+        """Run packed rows; update the states of ``batch.slots``; return float32 logits [W, vocab] of ``batch.want_rows``."""
+
+    def describe(self) -> dict[str, Any]:
+        """What was picked at load, and what was proved about it: JSON values for ``doctor``, ``inspect`` and receipts."""
+
+
+class Family(Protocol):
+    """One kind of model: tells its own checkpoints, names its tensors, and builds a :class:`Model`."""
+
+    name: str
+
+    def recognises(self, source: TensorSource) -> bool:
+        """Whether the names in this source are this family's (cheap; reads no tensor data)."""
+
+    def read_config(self, source: TensorSource) -> ModelConfig:
+        """Sizes from tensor shapes; raises ModelError naming a tensor that is unknown, missing or of the wrong shape."""
+
+    def check_canonical(self, source: TensorSource, config: ModelConfig) -> None:
+        """Raise BundleError unless a bundle's source holds exactly the canonical tensors of this config."""
+
+    def canonical(self, source: TensorSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor under kittiwake's name, product weights as [N, K] (N outputs), one at a time, in stored dtype."""
+
+    def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
+        """The same config from a bundle's manifest (``model`` section); raises BundleError naming a bad or unknown key."""
+
+    def build(
+        self,
+        config: ModelConfig,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: str,
+        threads: int,
+        progress: Progress | None = None,
+    ) -> Model:
+        """Consume canonical tensors and return a model ready to run. ``dtype`` is "fp32" or "bf16" (storage of weights)."""

@@ -1,0 +1,52 @@
+"""One way to compile a CPU kernel: Numba, no fast-math, outside the interpreter lock, cached on disk.
+
+Numba's own cache looks at the file a function stands in, not at the functions it calls. Ours lives in a folder named
+after the text of every op and the versions in use, so that a changed helper can never meet an old kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import llvmlite
+import numba
+import numpy as np
+from numba import njit
+
+from kittiwake.device import cache_dir
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@lru_cache
+def kernels_digest() -> str:
+    """Sixteen hex digits over the source of every op and the versions of Numba, llvmlite and numpy."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kernel(*, parallel: bool = False) -> Callable[[F], F]:
+    """Decorator that compiles a function when it is first called with a set of types.
+
+    ``error_model="numpy"``: a float division by zero gives infinity and no branch, so that loops vectorise.
+    """
+
+    def compile_later(function: F) -> F:
+        dispatcher = njit(error_model="numpy", nogil=True, parallel=parallel)(function)
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(cache_dir() / "kernels" / kernels_digest())
+        try:
+            dispatcher.enable_caching()
+        except RuntimeError:  # nowhere to write: compile anew in every process
+            pass
+        finally:
+            numba.config.CACHE_DIR = before
+        return dispatcher  # type: ignore[no-any-return]
+
+    return compile_later

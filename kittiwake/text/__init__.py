@@ -1,0 +1,1 @@
+"""Text on its way in and out: tokenizers, incremental decoding, stop strings. Knows no model."""

@@ -1,0 +1,37 @@
+"""Token bytes → text, a token at a time, without splitting or dropping a character."""
+
+from __future__ import annotations
+
+import codecs
+
+from kittiwake.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns generated token ids into text as they come.
+
+    What push() and flush() return, joined, is the UTF-8 decoding of all token bytes with U+FFFD for what is invalid.
+    At most three bytes are held between calls, so a token costs the same however long the text has grown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; ``""`` when its last character is still open.
+
+        Raises RequestError for an id out of range.
+        """
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """End the text: U+FFFD for a character that was never completed, else ``""``. The stream can start anew."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes of an unfinished character are held."""
+        return bool(self._decoder.getstate()[0])

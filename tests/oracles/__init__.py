@@ -1,0 +1,1 @@
+"""Independent references the model families are checked against; none of them imports kittiwake's model code."""

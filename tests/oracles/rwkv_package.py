@@ -1,0 +1,188 @@
+"""The `rwkv` package (BlinkDL/ChatRWKV) as a reference for RWKV-7 on the CPU, run in a process of its own.
+
+The package chooses the model version from the environment when it is imported, sets process-wide torch flags and
+prints; none of that may reach the tests. This file is both sides: `run` and `time_package` write a request into a
+temporary folder and start this file as a script, which answers there.
+
+Known differences from the equations: exp(-0.5) is rounded to 0.606531 (5.6e-7), and the group norm's epsilon is 64e-5
+whatever the head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.float32]
+
+SKIP_REASON = "the `rwkv` package is not installed (it comes with the dev extra)"
+ENVIRONMENT = {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+STATE_PARTS = ("att_shift", "wkv", "ffn_shift")
+
+
+@dataclass(frozen=True)
+class PackageRun:
+    """Logits [T, vocabulary] at every position; state: att_shift [L, C], wkv [L, H, V, K], ffn_shift [L, C]."""
+
+    logits: Array
+    state: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class PackageTiming:
+    """Median seconds of one prompt in one call and of one decoding step, with every sample behind them."""
+
+    prompt_s: float
+    decode_s: float
+    prompt_samples_s: tuple[float, ...]
+    decode_samples_s: tuple[float, ...]
+
+
+def is_available() -> bool:
+    """Whether the package is installed; importing this module does not need it."""
+    return importlib.util.find_spec("rwkv") is not None
+
+
+def save_pth(tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]], path: Path) -> None:
+    """Write a checkpoint as the package reads it: contiguous torch tensors by name."""
+    torch.save({name: torch.as_tensor(tensor).contiguous() for name, tensor in tensors.items()}, path)
+
+
+def run(
+    tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | Path,
+    ids: Sequence[int],
+    state: Mapping[str, npt.NDArray[Any]] | None = None,
+    *,
+    cuts: Sequence[int] = (),
+    strategy: str = "cpu fp32",
+    threads: int = 1,
+) -> PackageRun:
+    """Return the package's logits at every position and its final state.
+
+    `tensors` is a checkpoint in BlinkDL's names, or the path of a .pth. The ids go in one call, or cut before the
+    positions in `cuts`; a piece of one token takes the package's one-token path, so range(1, T) runs it stepwise.
+    """
+    bounds = [0, *cuts, len(ids)]
+    pieces = [list(ids[start:end]) for start, end in itertools.pairwise(bounds)]
+    if not all(pieces):
+        raise ValueError(f"cuts {list(cuts)} leave an empty piece of {len(ids)} ids")
+    request: dict[str, Any] = {"pieces": pieces, "strategy": strategy, "threads": threads}
+    with tempfile.TemporaryDirectory() as folder:
+        if state is not None:
+            given: dict[str, Any] = {part: np.asarray(state[part], dtype=np.float32) for part in STATE_PARTS}
+            np.savez(Path(folder, "state.npz"), **given)
+        _ask(Path(folder), tensors, request)
+        with np.load(Path(folder, "answer.npz")) as answer:
+            return PackageRun(answer["logits"], {part: answer[part] for part in STATE_PARTS})
+
+
+def time_package(
+    tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | Path,
+    *,
+    prompt_tokens: int,
+    decode_tokens: int,
+    repeats: int = 5,
+    threads: int = 1,
+    strategy: str = "cpu fp32",
+) -> PackageTiming:
+    """Time a prompt in one call (the last logits only) and `decode_tokens` steps after it, each `repeats` times.
+
+    Loading and two rounds of warming up (the package compiles with TorchScript) are not counted.
+    """
+    request = {
+        "prompt_tokens": prompt_tokens,
+        "decode_tokens": decode_tokens,
+        "repeats": repeats,
+        "strategy": strategy,
+        "threads": threads,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        _ask(Path(folder), tensors, request)
+        answer = json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
+    prompt, decode = answer["prompt_samples_s"], answer["decode_samples_s"]
+    return PackageTiming(statistics.median(prompt), statistics.median(decode), tuple(prompt), tuple(decode))
+
+
+def _ask(folder: Path, tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | Path, request: dict[str, Any]) -> None:
+    """Have a fresh process answer `request` into `folder`; its output is shown if it fails."""
+    if isinstance(tensors, Path):
+        model = tensors.resolve()
+    else:
+        model = folder / "model.pth"
+        save_pth(tensors, model)
+    request = {**request, "model": str(model.with_suffix(""))}  # the package appends .pth
+    Path(folder, "request.json").write_text(json.dumps(request), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")} | ENVIRONMENT
+    command = [sys.executable, "-P", __file__, str(folder)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"the rwkv package failed with code {process.returncode}:\n{process.stdout}{process.stderr}")
+
+
+def _answer(folder: Path) -> None:
+    """Child process: load the model and answer the request found in `folder`."""
+    request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(request["threads"])
+    from rwkv.model import RWKV_x070  # type: ignore[import-untyped]
+
+    model = RWKV_x070(request["model"], request["strategy"])
+    if "pieces" in request:
+        _answer_run(folder, model, request)
+    else:
+        _answer_timing(folder, model, request)
+
+
+def _answer_run(folder: Path, model: Any, request: dict[str, Any]) -> None:
+    """Run the pieces one after another and save logits and state. The package keeps three tensors a layer in a list."""
+    state = model.generate_zero_state()
+    if Path(folder, "state.npz").exists():
+        with np.load(Path(folder, "state.npz")) as given:
+            for index, part in enumerate(STATE_PARTS):
+                for layer, tensor in enumerate(torch.from_numpy(given[part])):
+                    state[3 * layer + index] = tensor.to(state[3 * layer + index].dtype)
+    rows = []
+    for piece in request["pieces"]:
+        logits, state = model.forward(piece, state, True)
+        rows.append(logits.float().reshape(len(piece), -1).numpy())
+    parts: dict[str, Any] = {
+        part: torch.stack(state[index::3]).float().numpy() for index, part in enumerate(STATE_PARTS)
+    }
+    np.savez(Path(folder, "answer.npz"), logits=np.concatenate(rows), **parts)
+
+
+def _answer_timing(folder: Path, model: Any, request: dict[str, Any]) -> None:
+    """Time prompts and steps on ids that need no tokenizer."""
+    vocab = model.args.vocab_size
+    prompt = [(7919 * position + 1) % vocab for position in range(request["prompt_tokens"])]
+    steps = [(104729 * position + 2) % vocab for position in range(request["decode_tokens"])]
+    prompt_samples: list[float] = []
+    decode_samples: list[float] = []
+    for _ in range(2 + request["repeats"]):
+        start = time.perf_counter()
+        _, state = model.forward(prompt, None)
+        prompt_samples.append(time.perf_counter() - start)
+        for token in steps:
+            start = time.perf_counter()
+            _, state = model.forward([token], state)
+            decode_samples.append(time.perf_counter() - start)
+    answer = {"prompt_samples_s": prompt_samples[2:], "decode_samples_s": decode_samples[2 * len(steps) :]}
+    Path(folder, "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _answer(Path(sys.argv[1]))

@@ -61,7 +61,13 @@ class TensorSource(Protocol):
         """sha-256 (hex) over the source's files, computed when first asked for."""
 
     def close(self) -> None:
-        """Let go of the files. Tensors already read stay valid."""
+        """Let go of the files. Tensors already read stay valid. Leaving a ``with`` block does it too."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
 
 
 class FileSource:

@@ -1,1 +1,215 @@
-"""The engine: requests in and out at any time, one step a call."""
+"""The engine: requests in and out at any time, one step a call.
+
+schedule → run → sample → deliver. The engine may be driven from several threads; calls take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from kittiwake.engine.answer import Answer
+from kittiwake.engine.request import Delta, KeptState, SamplingParams, Timings
+from kittiwake.engine.runner import Runner
+from kittiwake.engine.sampler import Draw, sample, warm_up
+from kittiwake.engine.scheduler import Plan, Request, Scheduler, Stage
+from kittiwake.errors import KittiwakeError, RequestError
+from kittiwake.families.contract import Model
+from kittiwake.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """Continuous batching over one model."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, *, slots: int, prefill_chunk: int, max_rows: int) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.runner = Runner(model, slots)
+        self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows)
+        self._ids = itertools.count(1)
+        self._requests: dict[int, Request] = {}
+        self._outbox: dict[int, list[Delta]] = {}
+        self._lock = threading.RLock()
+        warm_up()
+        self._never = tuple(i for i in range(model.config.vocab_size) if not tokenizer.is_valid(i))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    @property
+    def free_slots(self) -> int:
+        """State slots nobody holds."""
+        return self.runner.states.free_slots
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, start_from: KeptState | None = None) -> None:
+        """Raise RequestError for a request :meth:`add` would not take."""
+        vocab = self.model.config.vocab_size
+        if not prompt_ids and start_from is None:
+            raise RequestError("the prompt is empty", "give at least one token; some models begin with token 0")
+        for kind, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+                    raise RequestError(f"{kind} holds {token!r}, which is no token id from 0 to {vocab - 1}")
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        keep_state: bool = False,
+        start_from: KeptState | None = None,
+    ) -> int:
+        """Queue a request; returns its id. ``start_from`` goes on from a kept state, with nothing more to say if empty."""
+        self.check(prompt_ids, params, start_from)
+        with self._lock:
+            request = Request(
+                id=next(self._ids),
+                answer=Answer(self.tokenizer, params),
+                tokens=[int(token) for token in prompt_ids],
+                fed=0,
+                keep_state=keep_state,
+                start_from=start_from,
+                added_s=time.perf_counter(),
+                prompt_tokens=len(prompt_ids),
+            )
+            if start_from is not None:
+                request.base = start_from.saved.position
+                request.logits = start_from.logits
+            self._requests[request.id] = request
+            self._outbox[request.id] = []
+            self._scheduler.add(request)
+            return request.id
+
+    def step(self) -> bool:
+        """Move every request that can move. False when there was nothing to do."""
+        with self._lock:
+            self._scheduler.admit(time.perf_counter())
+            ready = [r for r in self._scheduler.running if r.due == 0]  # a kept state's logits, nothing to eat
+            plan = self._scheduler.plan()
+            if not plan.parts and not ready:
+                return False
+            try:
+                rows = self._run(plan) if plan.parts else []
+            except BaseException:
+                # the states of these slots may have moved halfway: nothing of them may be used again
+                for request, _ in plan.parts:
+                    self._end(request, "error", error=KittiwakeError("the forward of this request was broken off"))
+                raise
+            self._deliver([(request, np.asarray(request.logits)) for request in ready] + rows)
+            return True
+
+    def _run(self, plan: Plan) -> list[tuple[Request, np.ndarray]]:
+        """Run a plan; the requests that got logits, with their row."""
+        complete = plan.complete
+        logits = self.runner.run(plan.batch())
+        for request, count in plan.parts:
+            request.fed += count
+        return list(zip(complete, logits, strict=True))
+
+    def _deliver(self, rows: list[tuple[Request, np.ndarray]]) -> None:
+        """Sample a token for each row, or settle a request whose state is to be kept."""
+        drawing = [(request, row) for request, row in rows if request.stage is Stage.RUNNING]
+        for request, row in rows:
+            if request.stage is Stage.SETTLING:
+                self._end_kept(request, row)
+        if not drawing:
+            return
+        draws = [
+            Draw(request.answer.params, request.position, self._never + request.answer.banned_now)
+            for request, _ in drawing
+        ]
+        tokens = sample(np.stack([row for _, row in drawing]), draws)
+        now_s = time.perf_counter()
+        for (request, row), token in zip(drawing, tokens, strict=True):
+            request.first_token_s = request.first_token_s or now_s
+            if token is None:
+                error = KittiwakeError(f"request {request.id}: no token can be drawn: logits are not finite or all banned")
+                self._end(request, "error", error=error)
+            else:
+                self._take(request, token, row)
+
+    def _take(self, request: Request, token: int, row: np.ndarray) -> None:
+        """A token was drawn from ``row``, the logits after everything the slot has eaten."""
+        was_decided = request.answer.is_decided
+        step = request.answer.push(token)
+        if request.keep_state:
+            request.logits = row
+            if request.answer.is_decided:
+                request.snapshot = None
+            elif was_decided:
+                request.snapshot = (request.fed, self.runner.states.save(request.slot))
+        if step.finish_reason is None:
+            request.tokens.append(token)
+            self._post(Delta(request.id, step.text, (token,)))
+        elif request.keep_state:
+            self._post(Delta(request.id, step.text, (token,)))
+            self._settle(request, token, step.finish_reason)
+        else:
+            self._end(request, step.finish_reason, text=step.text, token_ids=(token,))
+
+    def _settle(self, request: Request, last: int, reason: str) -> None:
+        """Bring the slot to the last accepted token: eat what is missing, or go back to a snapshot and eat from there."""
+        request.finish_reason, request.stage = reason, Stage.SETTLING
+        request.tokens.append(last)
+        del request.tokens[request.prompt_tokens + request.answer.accepted :]
+        if request.fed > len(request.tokens):
+            assert request.snapshot is not None, "text was taken back that was never held"
+            request.fed, saved = request.snapshot
+            self.runner.states.restore(request.slot, saved)
+            request.logits = None
+        if request.due == 0:
+            self._end_kept(request, np.asarray(request.logits))
+
+    def _end_kept(self, request: Request, row: np.ndarray) -> None:
+        before = request.start_from.tokens if request.start_from is not None else ()
+        tokens = before + tuple(request.tokens)
+        kept = KeptState(self.runner.states.save(request.slot), tokens, np.array(row, dtype=np.float32))
+        self._end(request, request.finish_reason or "stop", state=kept)
+
+    def _end(
+        self,
+        request: Request,
+        reason: str,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        state: KeptState | None = None,
+        error: KittiwakeError | None = None,
+    ) -> None:
+        """Free the slot and post the last Delta."""
+        self._scheduler.remove(request)
+        del self._requests[request.id]
+        now_s = time.perf_counter()
+        admitted_s = request.admitted_s or now_s
+        first_s = request.first_token_s or now_s
+        timings = Timings(
+            queue_ms=(admitted_s - request.added_s) * 1e3,
+            prefill_ms=(first_s - admitted_s) * 1e3,
+            decode_ms=(now_s - first_s) * 1e3,
+        )
+        self._post(Delta(request.id, text, token_ids, reason, timings, state, error))
+
+    def _post(self, delta: Delta) -> None:
+        self._outbox[delta.request_id].append(delta)
+
+    def collect(self, request_id: int) -> list[Delta]:
+        """What happened to a request since the last call; empties its outbox, and forgets it after its last Delta."""
+        with self._lock:
+            if request_id not in self._outbox:
+                raise RequestError(f"request {request_id} is not known: never added, or its end was collected already")
+            deltas, self._outbox[request_id] = self._outbox[request_id], []
+            if deltas and deltas[-1].finish_reason is not None:
+                del self._outbox[request_id]
+            return deltas
+
+    def abort(self, request_id: int) -> None:
+        """End a request now with reason "abort" and free its slot; one that has ended is left as it is."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, "abort")

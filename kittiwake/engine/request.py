@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from kittiwake.errors import RequestError
+import numpy as np
+
+from kittiwake.engine.states import SavedState
+from kittiwake.errors import KittiwakeError, RequestError
 
 MAX_SEED = 2**63 - 1
 
@@ -86,6 +89,19 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class KeptState:
+    """A sequence to go on from: the state after ``tokens``, and the logits that follow them.
+
+    ``tokens`` are the prompt and every accepted token; text cut off by a stop string is not in it.
+    """
+
+    saved: SavedState
+    tokens: tuple[int, ...]
+    logits: np.ndarray
+    """float32 [vocab]"""
+
+
+@dataclass(frozen=True)
 class Delta:
     """What one step added to a request. ``text`` may be empty while a stop string or a character is undecided."""
 
@@ -93,7 +109,13 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
-    """None while it runs; "stop" (end of text, stop id, stop string), "length" or "abort"."""
+    """None while it runs; "stop" (end of text, stop id, stop string), "length", "abort" or "error"."""
+    timings: Timings | None = None
+    """Set on the last Delta."""
+    state: KeptState | None = None
+    """Set on the last Delta of a request that asked to keep its state."""
+    error: KittiwakeError | None = None
+    """Why, when finish_reason is "error"."""
 
 
 @dataclass(frozen=True)

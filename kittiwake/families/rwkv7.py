@@ -20,7 +20,8 @@ from kittiwake.errors import BundleError, ModelError
 from kittiwake.families.contract import Model, ModelConfig, Progress
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
 from kittiwake.layers.probe import pick_products
-from kittiwake.ops.shift_mix.cpu import embed_rows, norm_rows, shift_mix
+from kittiwake.ops.matmul.cpu import activate_columns
+from kittiwake.ops.shift_mix.cpu import PARALLEL_VALUES, embed_rows, norm_rows, shift_mix
 from kittiwake.ops.wkv7.cpu import time_mix
 
 NORM_EPS = 1e-5
@@ -280,6 +281,7 @@ class Rwkv7Family:
             if progress is not None:
                 progress("loading tensors", done + 1, total)
         model.check_loaded()
+        model.warm_up(progress)
         return model
 
 
@@ -401,6 +403,23 @@ class Rwkv7Model:
         """Raise ModelError when a tensor never came."""
         if self._missing:
             raise ModelError(f"tensors missing: {_listed(sorted(self._missing))}")
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every kernel a request can meet, or fetch it from the cache, so that no request waits for it."""
+        states = StateTable(self.state_spec, 1)
+        slot = states.allocate()
+        many = PARALLEL_VALUES // self._sizes.width + 1  # rows from which the row kernels run on threads
+        steps = [
+            lambda: self.forward(Batch.pack([(slot, [0])]), states),
+            lambda: self.forward(Batch.pack([(slot, [0] * many)]), states),
+            lambda: activate_columns(np.zeros((1, 1), np.float32), 1, 0, 1, 0),
+        ]
+        for done, step in enumerate(steps):
+            if progress is not None:
+                progress("preparing kernels", done, len(steps))
+            step()
+        if progress is not None:
+            progress("preparing kernels", len(steps), len(steps))
 
     def forward(self, batch: Batch, states: StateTable) -> np.ndarray:
         """Run packed rows; see :class:`kittiwake.families.contract.Model`."""

@@ -1,0 +1,7 @@
+"""``python -m kittiwake`` is ``kittiwake``."""
+
+import sys
+
+from kittiwake.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,113 @@
+"""What a figure was measured on, and what ``doctor`` looks at: processor, memory, versions, settings.
+
+Reads /proc and /sys where Linux has them and leaves out what it cannot find. Imports neither torch nor numba: versions
+come from the installed packages' metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kittiwake import __version__
+from kittiwake.device import cache_dir, processor_name, usable_cores
+
+PACKAGES = ("torch", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "pyrwkv-tokenizer", "triton")
+# Features that decide which of our kernels and of the library's are used.
+FEATURES = (
+    "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16", "avx_vnni", "asimd",
+)  # fmt: skip
+SETTINGS = (
+    "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER",
+    "KMP_BLOCKTIME", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "KITTIWAKE_CACHE",
+)  # fmt: skip
+_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def describe_machine() -> dict[str, Any]:
+    """JSON values about this machine and process; sizes in bytes."""
+    return {
+        "kittiwake": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": package_versions(),
+        "processor": processor_name(),
+        "features": processor_features(),
+        "usable_cores": usable_cores(),
+        "cpu_quota_cores": cpu_quota_cores(),
+        "caches": processor_caches(),
+        "memory_bytes": memory_bytes("MemTotal"),
+        "memory_available_bytes": memory_bytes("MemAvailable"),
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        "cache_folder": str(cache_dir()),
+    }
+
+
+def machine_line(threads: int) -> str:
+    """The one line that stands beside every figure."""
+    versions = package_versions()
+    libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "numba") if name in versions)
+    return (
+        f"{processor_name()}, {threads} of {usable_cores()} threads, "
+        f"Python {platform.python_version()}, {libraries}, kittiwake {__version__}"
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of what kittiwake computes with; absent packages are left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def processor_features() -> list[str]:
+    """Those of FEATURES that the processor has."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("flags", "features"):
+            flags = set(value.split())
+            return [feature for feature in FEATURES if feature in flags]
+    return []
+
+
+def processor_caches() -> dict[str, str]:
+    """Cache sizes as the first core sees them: {"L1d": "32K", "L2": …, "L3": …}."""
+    caches = {}
+    for index in sorted(_CPU.glob("index*")):
+        kind = {"Data": "d", "Instruction": "i"}.get(_read(index / "type").strip(), "")
+        size = _read(index / "size").strip()
+        if size:
+            caches[f"L{_read(index / 'level').strip()}{kind}"] = size
+    return caches
+
+
+def cpu_quota_cores() -> float | None:
+    """Cores' worth of time a container may use, where a quota is set; may be less than the cores it sees."""
+    quota, _, period = _read(_QUOTA).strip().partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        return int(quota) / int(period)
+    return None
+
+
+def memory_bytes(field: str) -> int | None:
+    """A field of /proc/meminfo in bytes, such as MemAvailable; None where it cannot be read."""
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key == field:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,79 @@
+"""Options that several commands share. Their defaults and help texts come from the classes they fill."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kittiwake import config as config_module
+from kittiwake.config import DEVICES, DTYPES, EngineConfig
+from kittiwake.device import usable_cores
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FILE = click.Path(path_type=Path)
+
+
+@lru_cache
+def field_help() -> dict[str, str]:
+    """Help text of each EngineConfig field: the string that stands below it in the source."""
+    tree = ast.parse(inspect.getsource(config_module))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineConfig")
+    texts = {}
+    for field, doc in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+            texts[field.target.id] = str(ast.literal_eval(doc.value))
+    return texts
+
+
+def model_argument(*, required: bool = False) -> Callable[[F], F]:
+    """MODEL: a bundle folder, a checkpoint file or folder; left out, the packaged model."""
+    return click.argument("model", required=required, type=FILE, metavar="MODEL" if required else "[MODEL]")
+
+
+def engine_options(function: F) -> F:
+    """--device, --dtype and --threads."""
+    default, text = EngineConfig(), field_help()
+    for option in (
+        click.option("--threads", type=click.IntRange(0), default=default.threads, help=text["threads"]),
+        click.option("--dtype", type=click.Choice(DTYPES), default=default.dtype, help=text["dtype"]),
+        click.option("--device", type=click.Choice(DEVICES), default=default.device, help=text["device"]),
+    ):
+        function = option(function)
+    return function
+
+
+def tokenizer_option(function: F) -> F:
+    """--tokenizer: overrides the one that belongs to the model."""
+    return click.option(
+        "--tokenizer",
+        metavar="KIND|FILE",
+        help='instead of the one that belongs to the model: "world", "bytes" or a tokenizer.json',
+    )(function)
+
+
+def json_option(function: F) -> F:
+    """--json: one document on stdout, nothing else there."""
+    return click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout, all else on stderr")(
+        function
+    )
+
+
+def seed_option(help_text: str) -> Callable[[F], F]:
+    """--seed with what it seeds."""
+    return click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help=help_text)
+
+
+def engine_config(*, device: str, dtype: str, threads: int, **more: int) -> EngineConfig:
+    """The options as an EngineConfig, and numba's pool made large enough for them (it is read once, at import)."""
+    if threads > usable_cores():
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
+    return EngineConfig(device=device, dtype=dtype, threads=threads, **more)

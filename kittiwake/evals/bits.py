@@ -1,0 +1,104 @@
+"""Bits per byte: what a model would need to write a text down, divided by the text's size.
+
+-Σ log2 p over the tokens of a document, over its UTF-8 bytes. Bytes and not tokens are counted, so models with
+different tokenizers compare. Every document starts from an empty state and every token of it is paid for, so that the
+figure is a complete code length: without a begin token the first one costs log2 of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kittiwake.errors import InputFileError
+from kittiwake.evals.documents import is_json_lines, read_plain_text, read_text_lines
+from kittiwake.evals.subject import Subject, begin_token
+from kittiwake.families.contract import Progress
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and what to call it."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DocumentBits:
+    """One document scored: sizes in UTF-8 bytes and tokens, its cost in bits."""
+
+    title: str
+    utf8_bytes: int
+    tokens: int
+    bits: float
+
+    def document(self) -> dict[str, Any]:
+        """The entry of the JSON result."""
+        return {
+            "title": self.title,
+            "bytes": self.utf8_bytes,
+            "tokens": self.tokens,
+            "bits": round(self.bits, 3),
+            "bits_per_byte": round(self.bits / self.utf8_bytes, 6),
+        }
+
+
+def read_documents(path: Path, limit: int | None = None) -> list[Document]:
+    """Documents of a .jsonl or .jsonl.xz file, or a plain text as one. Empty ones are left out.
+
+    Raises InputFileError, also when nothing is left to score.
+    """
+    if is_json_lines(path):
+        documents = [Document(title, text) for title, text in read_text_lines(path, limit) if text]
+    else:
+        text = read_plain_text(path)
+        documents = [Document(path.name, text)] if text else []
+    if not documents:
+        raise InputFileError(f"{path} holds no text")
+    return documents
+
+
+def score_documents(
+    llm: Subject, documents: Sequence[Document], *, bos: bool = False, progress: Progress | None = None
+) -> list[DocumentBits]:
+    """Score each document from an empty state. Progress counts UTF-8 bytes."""
+    begin = begin_token(llm.tokenizer) if bos else None
+    total = sum(len(document.text.encode()) for document in documents)
+    scored: list[DocumentBits] = []
+    done = 0
+    for document in documents:
+        if progress is not None:
+            progress("scoring", done, total)
+        one = score_document(llm, document, begin)
+        scored.append(one)
+        done += one.utf8_bytes
+    if progress is not None:
+        progress("scoring", total, total)
+    return scored
+
+
+def score_document(llm: Subject, document: Document, begin: int | None) -> DocumentBits:
+    """Bits of one document: after ``begin``, or with the first token at log2 of the vocabulary."""
+    ids = llm.tokenizer.encode(document.text)
+    if begin is not None:
+        bits = _bits(llm, [begin, *ids])
+    else:
+        bits = math.log2(llm.vocab_size) + (_bits(llm, ids) if len(ids) > 1 else 0.0)
+    return DocumentBits(document.title, len(document.text.encode()), len(ids), bits)
+
+
+def _bits(llm: Subject, ids: Sequence[int]) -> float:
+    """-Σ log2 p of ids[1:], summed without rounding error so that the order of tokens cannot show."""
+    return -math.fsum(llm.score(ids).tolist()) / math.log(2)
+
+
+def totals(scored: Sequence[DocumentBits]) -> dict[str, Any]:
+    """Sums over all documents and their bits per byte: long documents weigh more."""
+    size = sum(one.utf8_bytes for one in scored)
+    bits = math.fsum(one.bits for one in scored)
+    tokens = sum(one.tokens for one in scored)
+    return {"bits_per_byte": round(bits / size, 6), "bits": round(bits, 3), "bytes": size, "tokens": tokens}

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kittiwake.cli.doctor import advice, is_writable
+from kittiwake.errors import BundleError
+from tests.bench.fakes import SumModel
+
+from .conftest import Call, fake_loaded
+
+GOOD_MACHINE: dict[str, Any] = {
+    "features": ["avx2", "fma"],
+    "settings": {"OMP_WAIT_POLICY": "passive"},
+    "cpu_quota_cores": None,
+    "usable_cores": 2,
+    "cache_folder": "/tmp",
+    "memory_available_bytes": 8 << 30,
+}
+GOOD_RUNTIME: dict[str, Any] = {"threads": 2, "torch_mkl": True}
+
+
+def test_json_tells_machine_runtime_and_what_was_picked(call: Call, fake_module: Callable[..., ModuleType]) -> None:
+    fake_module("kittiwake.load", load_model=lambda *_, **__: fake_loaded(SumModel()))
+    result = call("doctor", "--json")
+    assert result.code == 0
+    report = json.loads(result.stdout)
+    assert report.keys() == {"machine", "runtime", "model", "warnings"}
+    assert report["model"]["picked"] == {"kind": "fake"}
+    assert report["model"]["state_bytes_per_sequence"] == 4
+    assert report["runtime"]["threads"] == 2
+
+
+def test_text_is_an_outline(call: Call, fake_module: Callable[..., ModuleType]) -> None:
+    fake_module("kittiwake.load", load_model=lambda *_, **__: fake_loaded(SumModel()))
+    result = call("doctor")
+    assert result.code == 0
+    assert "\n  processor: " in result.stdout
+    assert "\n    kind: fake" in result.stdout
+
+
+def test_machine_is_told_even_without_a_model(call: Call, fake_module: Callable[..., ModuleType]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BundleError("manifest.json is missing")
+
+    fake_module("kittiwake.load", load_model=fail)
+    result = call("doctor", "--json")
+    assert result.code == 1
+    report = json.loads(result.stdout)
+    assert report["model"] is None
+    assert "packaged model cannot be loaded: manifest.json is missing" in report["warnings"][0]
+    named = call("doctor", "some-bundle", "--json")
+    assert (named.code, named.stdout) == (3, "")
+
+
+def test_a_good_machine_gets_no_advice() -> None:
+    assert advice(GOOD_MACHINE, GOOD_RUNTIME) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "runtime", "word"),
+    [
+        ({"features": ["avx"]}, {}, "AVX2"),
+        ({"settings": {}}, {}, "OMP_WAIT_POLICY"),
+        ({"cpu_quota_cores": 1.5}, {}, "--threads 1"),
+        ({}, {"threads": 5}, "take turns"),
+        ({"cache_folder": "/dev/null/cache"}, {}, "KITTIWAKE_CACHE"),
+        ({"memory_available_bytes": 1 << 20}, {}, "memory"),
+        ({}, {"torch_mkl": False}, "MKL"),
+    ],
+)
+def test_each_shortcoming_is_named(machine: dict[str, Any], runtime: dict[str, Any], word: str) -> None:
+    found = advice(GOOD_MACHINE | machine, GOOD_RUNTIME | runtime)
+    assert len(found) == 1
+    assert word in found[0]
+
+
+def test_a_folder_yet_to_be_made_is_writable_where_its_parent_is(tmp_path: Path) -> None:
+    assert is_writable(tmp_path / "a" / "b")
+    (tmp_path / "file").write_text("")
+    assert not is_writable(tmp_path / "file")

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from kittiwake import __version__, errors
+
+from .conftest import Call
+
+COMMANDS = ("run", "verify", "bench", "inspect", "doctor", "build", "eval")
+
+
+def test_help_names_every_command(call: Call) -> None:
+    result = call("--help")
+    assert result.code == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "eval lambada", "eval bits"])
+def test_each_command_has_help(call: Call, command: str) -> None:
+    result = call(*command.split(), "-h")
+    assert result.code == 0
+    assert result.stdout.startswith(f"Usage: kittiwake {command}")
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    script = (
+        "import sys, json\nfrom kittiwake.cli.main import main\n"
+        "codes = [main(['--version']), main(['run', '--help']), main(['eval', 'lambada', '--help'])]\n"
+        "heavy = [name for name in ('torch', 'numba', 'rich', 'tokenizers') if name in sys.modules]\n"
+        "print(json.dumps([codes, heavy]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"kittiwake, version {__version__}")
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 0], []]
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["run", "--nonsense"], ["eval", "nonsense"], ["inspect"]])
+def test_wrong_usage_is_exit_2_with_a_hint(call: Call, arguments: list[str]) -> None:
+    result = call(*arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert "hint: kittiwake" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["eval"]])
+def test_no_command_shows_the_help_on_stderr(call: Call, arguments: list[str]) -> None:
+    result = call(*arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert "Commands:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (errors.CheckpointError("weights.pth is truncated", "copy it again"), 3),
+        (errors.BundleError("bad digest"), 3),
+        (errors.TokenizerError("does not fit"), 3),
+        (errors.UsageError("no such shape"), 2),
+        (errors.OutputError("exists"), 2),
+        (errors.DeviceError("no such device"), 1),
+        (MemoryError(), 1),
+        (OSError(28, "No space left on device", "out.bin"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(call: Call, fake_module: Callable[..., ModuleType], raised: BaseException, code: int) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    fake_module("kittiwake.llm", LLM=fail)
+    result = call("run", "--prompt", "x", "--json")
+    assert (result.code, result.stdout) == (code, "")
+    if isinstance(raised, errors.KittiwakeError):
+        hint = f"hint: {raised.hint}\n" if raised.hint else ""
+        assert result.stderr == f"error: {raised.message}\n{hint}"
+    assert "Traceback" not in result.stderr
+
+
+def test_a_fault_of_ours_is_told_apart_from_a_failed_check(call: Call, fake_module: Callable[..., ModuleType]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("deep inside")
+
+    fake_module("kittiwake.llm", LLM=fail)
+    result = call("run", "--prompt", "x")
+    assert (result.code, result.stdout) == (70, "")
+    assert "ZeroDivisionError: deep inside" in result.stderr
+    assert "fault in kittiwake" in result.stderr
+
+
+def test_waiting_threads_are_told_to_sleep_before_torch_comes_in() -> None:
+    script = (
+        "import os, sys\nfrom kittiwake.cli.main import main\nmain(['--version'])\n"
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    for given, expected in (({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=given)
+        assert done.stdout.splitlines()[-1] == f"{expected} False"

@@ -9,20 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kittiwake.bench.shapes import SHAPES, random_rwkv7
 from kittiwake.bench.timing import Effort, Figures, measure_ms, median_ms
-from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import KittiwakeError, UsageError
 from kittiwake.families.contract import Model, Progress
-
-if TYPE_CHECKING:
-    from kittiwake.load import Loaded
 
 _CASE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,7})")
 
@@ -53,18 +47,6 @@ def parse_cases(text: str) -> list[Case]:
             )
         cases.append(Case(int(match[1]), int(match[2])))
     return cases
-
-
-def load_random(shape: str, config: EngineConfig, progress: Progress | None = None, seed: int = 0) -> Loaded:
-    """A model of a published shape with random bfloat16 weights: no download. Raises UsageError for an unknown name."""
-    from kittiwake.load import load_tensors
-
-    if shape not in SHAPES:
-        raise UsageError(f"no shape is called {shape!r}", f"known shapes: {', '.join(SHAPES)}")
-    if progress is not None:
-        progress(f"drawing weights of {shape}", 0, 1)
-    tensors = random_rwkv7(SHAPES[shape], seed)
-    return load_tensors(tensors, config, progress=progress, name=f"random {shape}")
 
 
 def random_ids(vocab_size: int, batch: int, tokens: int, seed: int) -> list[list[int]]:

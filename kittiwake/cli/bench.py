@@ -92,11 +92,12 @@ def _check_options(
 
 def load_for_bench(model: Path | None, shape: str | None, config: EngineConfig, progress: Progress) -> Loaded:
     """The model, or random weights of a shape. Raises UsageError for an unknown shape."""
-    from kittiwake.bench.random import load_random
-    from kittiwake.load import load_model
-
     if shape is None:
+        from kittiwake.load import load_model
+
         return load_model(model, config, progress=progress)
+    from kittiwake.bench.random import load_random
+
     return load_random(shape, config, progress)
 
 

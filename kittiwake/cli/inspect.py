@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AT_LOAD = (
     "every product weight is turned from the stored [N, K] (N outputs) to [K, N], tensor by tensor, into private "
-    "memory; the embedding is read as it is"
+    "memory; the embedding keeps its rows"
 )
 
 

@@ -56,8 +56,8 @@ def _is_number(cell: str) -> bool:
     return cell.replace(",", "").replace(".", "", 1).rstrip(" %").isdigit()
 
 
-def outline(value: object, depth: int = 0) -> str:
-    """JSON values as an indented outline for people: one ``key: value`` a line."""
+def outline(value: Any, depth: int = 0) -> str:
+    """JSON values as an indented outline for people: one ``key: value`` a line, lists of like objects as tables."""
     indent = "  " * depth
     lines: list[str] = []
     if isinstance(value, dict):
@@ -66,12 +66,26 @@ def outline(value: object, depth: int = 0) -> str:
         pairs = (("-", item) for item in value)
     else:
         return f"{indent}{_scalar(value)}"
+    if _is_records(value):
+        return "\n".join(indent + line for line in _records_table(value).splitlines())
     for head, item in pairs:
         if isinstance(item, (dict, list, tuple)) and item and not _is_short(item):
             lines += [f"{indent}{head}", outline(item, depth + 1)]
         else:
             lines.append(f"{indent}{head} {_scalar(item)}")
     return "\n".join(lines)
+
+
+def _is_records(value: Any) -> bool:
+    """A list of objects of plain values with the same keys: best read as a table."""
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(item, dict) for item in value):
+        return False
+    plain = all(not isinstance(cell, (dict, list, tuple)) for item in value for cell in item.values())
+    return plain and all(item.keys() == value[0].keys() for item in value)
+
+
+def _records_table(records: Sequence[dict[str, object]]) -> str:
+    return table([list(records[0]), *([_scalar(cell) for cell in record.values()] for record in records)])
 
 
 def _is_short(value: object) -> bool:

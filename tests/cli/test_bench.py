@@ -15,7 +15,7 @@ FIGURES = {"case", "batch", "tokens", "median_ms", "tok_s"}
 
 
 @pytest.fixture
-def loads(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def loads(fake_module: Callable[..., ModuleType]) -> list[Any]:
     """A fake loader; what it was asked for is in the list."""
     asked: list[Any] = []
 
@@ -28,7 +28,7 @@ def loads(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatc
         return fake_loaded(SumModel())
 
     fake_module("kittiwake.load", load_model=load_model)
-    monkeypatch.setattr("kittiwake.bench.cases.load_random", load_random)
+    fake_module("kittiwake.bench.random", load_random=load_random)
     return asked
 
 

@@ -16,8 +16,17 @@ def test_table_aligns_words_left_and_numbers_right() -> None:
 
 
 def test_outline_is_one_value_a_line() -> None:
-    value = {"a": 1, "b": {"c": True, "d": None}, "list": [1, 2], "empty": {}, "deep": [{"x": 1.5}]}
-    assert output.outline(value) == "a: 1\nb:\n  c: yes\n  d: –\nlist: 1, 2\nempty: none\ndeep:\n  -\n    x: 1.5"
+    value = {
+        "a": 1,
+        "b": {"c": True, "d": None},
+        "list": [1, 2],
+        "empty": {},
+        "deep": [{"x": 1.5, "y": 2}, {"x": 3, "y": 40}],
+    }
+    assert (
+        output.outline(value)
+        == "a: 1\nb:\n  c: yes\n  d: –\nlist: 1, 2\nempty: none\ndeep:\n    x   y\n  1.5   2\n    3  40"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from kittiwake.errors import UsageError
 
+SPIN_COUNT = 5000
+"""Turns an idle thread spins before it sleeps: some 100 µs, the gap between two kernels of a step."""
+
 
 def cache_dir() -> Path:
     """Where compiled kernels and probe results are kept; KITTIWAKE_CACHE overrides it. Not created here."""
@@ -23,6 +26,13 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def waiting_environment() -> dict[str, str]:
+    """Environment variables that make GNU OpenMP threads spin shortly for work; empty where the user chose already."""
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return {}
+    return {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
 @lru_cache

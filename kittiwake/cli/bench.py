@@ -65,13 +65,14 @@ def bench(
             loaded, (prefill, decode) = time_trip(model, shape, trip, config, seed, repeat, progress)
             figures = [prefill, decode]
             document = {"prefill": prefill.document(), "decode": decode.document()}
+    from kittiwake.bench.machine import machine_line
+
+    where = f"{loaded.model.config.family}, {loaded.dtype} · {machine_line(loaded.threads)}"
     if as_json:
         emit_json(document)
+        note(where)
     else:
-        from kittiwake.bench.machine import machine_line
-
-        click.echo(figures_text(figures))
-        note(f"{loaded.model.config.family}, {loaded.dtype} · {machine_line(loaded.threads)}")
+        click.echo(f"{figures_text(figures)}\n{where}")
 
 
 def _check_options(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kittiwake.errors import ModelError
+from kittiwake.ops.jit import start_threads
 from kittiwake.ops.matmul.cpu import ACTIVATIONS, STRIP, WIDE_STRIP, activate_columns, group_product
 
 ROW_MULTIPLE = 4
@@ -38,6 +39,7 @@ def padded(rows: int) -> int:
 @contextmanager
 def threads_in_force(threads: int) -> Iterator[None]:
     """Run the body with this many threads in torch and Numba, then put both back."""
+    start_threads()
     torch_before, numba_before = torch.get_num_threads(), numba.get_num_threads()
     if torch_before != threads:
         torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ after the text of every op and the versions in use, so that a changed helper can
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import numba
 import numpy as np
 from numba import njit
 
-from kittiwake.device import cache_dir
+from kittiwake.device import cache_dir, waiting_environment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +30,23 @@ def kernels_digest() -> str:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@lru_cache
+def start_threads() -> None:
+    """Start Numba's threads, waiting for work in a short spin, unless the environment says how they shall wait.
+
+    Between two kernels of a step lie some 20 µs: a thread that sleeps at once costs twice that to wake, one that spins
+    for milliseconds (the default) takes the core from torch's threads. The variable is read when the threads start, so
+    it is set for that moment only; torch has a pool of its own, whose variable only the command line can set in time.
+    """
+    wanted = waiting_environment()
+    os.environ.update(wanted)
+    try:
+        numba.get_num_threads()  # starts them
+    finally:
+        for name in wanted:
+            del os.environ[name]
 
 
 def kernel(*, parallel: bool = False) -> Callable[[F], F]:

@@ -12,19 +12,19 @@ from kittiwake.checkpoints.files import quoted
 from kittiwake.checkpoints.manifest import SourceRecord
 from kittiwake.checkpoints.reader import TensorSource, open_checkpoint
 from kittiwake.config import EngineConfig
+from kittiwake.device import resolve_threads
 from kittiwake.engine.request import SamplingParams
 from kittiwake.errors import CheckpointError, OutputError
 from kittiwake.families.contract import Family, ModelConfig, Progress
 from kittiwake.families.registry import recognise
 from kittiwake.llm import LLM
 from kittiwake.load import Loaded, tokenizer_for
-from kittiwake.device import resolve_threads
 from kittiwake.text.tokenizer import Tokenizer
 
 GOLDEN_PROMPTS = (
     "It was a dark night, and",
     "The old man looked at the sea and said:",
-    "\"I do not know,\" she answered,",
+    '"I do not know," she answered,',
     "In the morning the children",
     "Chapter I",
     "There was once a king who",
@@ -55,7 +55,9 @@ def build_bundle(
     source = open_checkpoint(checkpoint, progress=progress)
     try:
         if source.format == "bundle":
-            raise CheckpointError(f"{quoted(str(checkpoint))} is a bundle already", "build from the checkpoint it came from")
+            raise CheckpointError(
+                f"{quoted(str(checkpoint))} is a bundle already", "build from the checkpoint it came from"
+            )
         family = recognise(source)
         config = family.read_config(source)
         text = tokenizer_for(checkpoint, config.vocab_size, tokenizer)

@@ -73,7 +73,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -109,27 +111,29 @@ class LLM:
         each = _params_for(len(ids), params)
         for prompt_ids, one in zip(ids, each, strict=True):
             self.engine.check(prompt_ids, one)
-        requests = [self.engine.add(prompt_ids, one) for prompt_ids, one in zip(ids, each, strict=True)]
-        deltas: dict[int, list[Delta]] = {request: [] for request in requests}
+        engine, requests = self.engine, []
         try:
-            for request in requests:
-                for delta in self._drain(request):
-                    deltas[request].append(delta)
+            for prompt_ids, one in zip(ids, each, strict=True):
+                requests.append(engine.add(prompt_ids, one))
+            deltas = [list(self._drain(request)) for request in requests]
         finally:
             for request in requests:
-                self.engine.abort(request)
-        return [_completion(len(ids[i]), deltas[request]) for i, request in enumerate(requests)]
+                engine.forget(request)
+        return [_completion(len(prompt_ids), found) for prompt_ids, found in zip(ids, deltas, strict=True)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer one prompt piece by piece; the last Delta has a finish_reason. Closing the iterator aborts the request."""
-        ids = self._ids(prompt)
-        return self._stream(self.engine.add(ids, params or SamplingParams()))
+        ids, wanted = self._ids(prompt), params or SamplingParams()
+        self.engine.check(ids, wanted)
+        return self._stream(self.engine, ids, wanted)
 
-    def _stream(self, request: int) -> Iterator[Delta]:
+    def _stream(self, engine: Engine, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
+        # added here, not before: an iterator that is never begun is never closed either
+        request = engine.add(ids, params)
         try:
             yield from self._drain(request)
         finally:
-            self.engine.abort(request)
+            engine.forget(request)
 
     def _drain(self, request: int) -> Iterator[Delta]:
         """Deltas of a request until its last one, moving the engine whenever there is none."""

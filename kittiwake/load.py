@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -167,6 +169,12 @@ class TensorDict:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
 
 
 def load_tensors(

@@ -10,6 +10,7 @@ import click
 
 from kittiwake.cli.options import engine_config, engine_options, json_option, model_argument
 from kittiwake.cli.output import ProgressBars, emit_json, human_bytes, outline
+from kittiwake.device import SPIN_COUNT
 from kittiwake.errors import KittiwakeError
 
 if TYPE_CHECKING:
@@ -115,8 +116,14 @@ def advice(machine: dict[str, Any], runtime: dict[str, Any]) -> list[str]:
         found.append("the processor lacks AVX2 or FMA: answers stay exact, but much slower than told in the docs")
     if not runtime["torch_mkl"]:
         found.append("this torch comes without MKL: the load-time probe decides which products may be used")
-    if machine["settings"].get("OMP_WAIT_POLICY", "").lower() != "passive":
-        found.append("OMP_WAIT_POLICY is not passive: torch's and numba's threads may spin against each other")
+    settings = machine["settings"]
+    if settings.get("OMP_WAIT_POLICY", "").lower() == "active" or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(
+        settings
+    ):
+        found.append(
+            "idle threads spin without end (GOMP_SPINCOUNT unset, or OMP_WAIT_POLICY active): torch's and numba's take "
+            f"cores from each other; set GOMP_SPINCOUNT={SPIN_COUNT} before starting"
+        )
     quota = machine["cpu_quota_cores"]
     if quota is not None and runtime["threads"] > quota:
         found.append(

@@ -23,6 +23,7 @@ from kittiwake.cli.inspect import inspect
 from kittiwake.cli.output import print_error
 from kittiwake.cli.run import run
 from kittiwake.cli.verify import verify
+from kittiwake.device import waiting_environment
 from kittiwake.errors import KittiwakeError
 
 EXIT_FAILED = 1
@@ -56,7 +57,7 @@ for command in (run, verify, bench, inspect, doctor, build, evaluate):
 
 def prepare_environment() -> None:
     """Settings that torch and numba read once, at import: they must stand before either comes in."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.update(waiting_environment())
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:  # a terminal of another encoding shows "?" instead of ending the answer

@@ -28,7 +28,9 @@ class Answer:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.params = params
         self.tokens: list[int] = []
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids))
+        self._ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids)
+        )
         self._stream = TextStream(tokenizer)
         self._stops = StopMatcher(params.stop)
         self._chars_before_stops = 0

@@ -32,10 +32,12 @@ class Batch:
         """Build a batch from ``(slot, token ids)`` pairs.
 
         ``want[b]`` lists rows of sequence b (counted from its own first row) whose logits are wanted; left out, the last
-        row of each. Raises RequestError for an empty sequence or a slot named twice.
+        row of each. Raises RequestError for an empty sequence, a slot named twice, or wanted rows that do not exist.
         """
         if not sequences:
             raise RequestError("a batch needs at least one sequence, got none")
+        if want is not None and len(want) != len(sequences):
+            raise RequestError(f"{len(sequences)} sequences need as many lists of wanted rows, got {len(want)}")
         slots = [slot for slot, _ in sequences]
         if len(set(slots)) != len(slots):
             raise RequestError(f"a slot stands twice in one batch: {slots}")

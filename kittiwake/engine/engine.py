@@ -17,7 +17,7 @@ from kittiwake.engine.request import Delta, KeptState, SamplingParams, Timings
 from kittiwake.engine.runner import Runner
 from kittiwake.engine.sampler import Draw, sample, warm_up
 from kittiwake.engine.scheduler import Plan, Request, Scheduler, Stage
-from kittiwake.errors import KittiwakeError, RequestError
+from kittiwake.errors import KittiwakeError, RequestError, StateError
 from kittiwake.families.contract import Model
 from kittiwake.text.tokenizer import Tokenizer
 
@@ -47,8 +47,12 @@ class Engine:
         return self.runner.states.free_slots
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, start_from: KeptState | None = None) -> None:
-        """Raise RequestError for a request :meth:`add` would not take."""
+        """Raise RequestError for a request :meth:`add` would not take, StateError for a kept state of another model."""
         vocab = self.model.config.vocab_size
+        if start_from is not None:
+            self.runner.states.check_saved(start_from.saved)
+            if start_from.logits.shape != (vocab,):
+                raise StateError(f"kept logits have shape {start_from.logits.shape}, this model has {vocab} tokens")
         if not prompt_ids and start_from is None:
             raise RequestError("the prompt is empty", "give at least one token; some models begin with token 0")
         for kind, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
@@ -128,7 +132,9 @@ class Engine:
         for (request, row), token in zip(drawing, tokens, strict=True):
             request.first_token_s = request.first_token_s or now_s
             if token is None:
-                error = KittiwakeError(f"request {request.id}: no token can be drawn: logits are not finite or all banned")
+                error = KittiwakeError(
+                    f"request {request.id}: no token can be drawn: logits are not finite or all banned"
+                )
                 self._end(request, "error", error=error)
             else:
                 self._take(request, token, row)
@@ -139,10 +145,11 @@ class Engine:
         step = request.answer.push(token)
         if request.keep_state:
             request.logits = row
+        if request.keep_state and step.finish_reason is None:
             if request.answer.is_decided:
                 request.snapshot = None
             elif was_decided:
-                request.snapshot = (request.fed, self.runner.states.save(request.slot))
+                request.snapshot = (request.fed, self.runner.states.save(request.slot), row)
         if step.finish_reason is None:
             request.tokens.append(token)
             self._post(Delta(request.id, step.text, (token,)))
@@ -159,9 +166,8 @@ class Engine:
         del request.tokens[request.prompt_tokens + request.answer.accepted :]
         if request.fed > len(request.tokens):
             assert request.snapshot is not None, "text was taken back that was never held"
-            request.fed, saved = request.snapshot
+            request.fed, saved, request.logits = request.snapshot
             self.runner.states.restore(request.slot, saved)
-            request.logits = None
         if request.due == 0:
             self._end_kept(request, np.asarray(request.logits))
 
@@ -213,3 +219,9 @@ class Engine:
             request = self._requests.get(request_id)
             if request is not None:
                 self._end(request, "abort")
+
+    def forget(self, request_id: int) -> None:
+        """Abort a request that nobody will collect any more, and drop what it has still in its outbox."""
+        with self._lock:
+            self.abort(request_id)
+            self._outbox.pop(request_id, None)

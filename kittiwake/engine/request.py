@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +37,8 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_int("top_k", self.top_k, 0, None)
@@ -59,6 +61,12 @@ class SamplingParams:
                 raise RequestError(f"a stop string must be a non-empty string, got {text!r}")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, None)
+
+
+def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, got {values!r}")
+    return tuple(values)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:

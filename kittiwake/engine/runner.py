@@ -21,7 +21,7 @@ class Runner:
         """Float32 logits [W, vocab] of the wanted rows; the states of the batch's slots move on."""
         vocab = self.model.config.vocab_size
         ids = batch.token_ids
-        if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < vocab):
+        if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
             bad = next(int(token) for token in ids if not 0 <= token < vocab)
             raise RequestError(f"token id {bad} is outside the model's vocabulary of {vocab}")
         return self.model.forward(batch, self.states)

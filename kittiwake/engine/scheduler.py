@@ -42,8 +42,8 @@ class Request:
     prompt_tokens: int = 0
     base: int = 0
     """Absolute position of tokens[0]: what ``start_from`` had seen."""
-    snapshot: tuple[int, SavedState] | None = None
-    """(fed, state) from before text was held back: what is restored if held text turns out to be a stop string."""
+    snapshot: tuple[int, SavedState, np.ndarray] | None = None
+    """(fed, state, logits) from before text was held back: restored if held text turns out to be a stop string."""
     logits: np.ndarray | None = None
     """float32 [vocab] that follow tokens[:fed], when they are known without a forward."""
     admitted_s: float = 0.0

@@ -82,7 +82,9 @@ class StateTable:
             raise StateError(f"a state table needs at least one slot, asked for {slots}")
         for part in spec.parts:
             if part.kind is PartKind.GROWING:
-                raise StateError(f"state part {part.name!r} grows with length; this table keeps constant-size parts only")
+                raise StateError(
+                    f"state part {part.name!r} grows with length; this table keeps constant-size parts only"
+                )
         self.spec = spec
         self.slots = slots
         self.positions = np.zeros(slots + 1, dtype=np.int64)
@@ -135,18 +137,22 @@ class StateTable:
     def restore(self, slot: int, saved: SavedState) -> None:
         """Write a saved state into a slot. Raises StateError when its parts are not this table's."""
         self._check(slot)
+        self.check_saved(saved)
+        for name, array in self._arrays.items():
+            array[:, slot] = saved.parts[name]
+        self.positions[slot] = saved.position
+
+    def check_saved(self, saved: SavedState) -> None:
+        """Raise StateError when the parts of a saved state are not this table's."""
         if set(saved.parts) != set(self._arrays):
             raise StateError(f"saved state has parts {sorted(saved.parts)}, this model has {sorted(self._arrays)}")
         for name, array in self._arrays.items():
-            found, expected = saved.parts[name], array[:, slot]
+            found, expected = saved.parts[name], array[:, SCRATCH_SLOT]
             if found.shape != expected.shape or found.dtype != expected.dtype:
                 raise StateError(
                     f"saved state part {name!r} is {found.dtype} {found.shape}, this model has "
                     f"{expected.dtype} {expected.shape}"
                 )
-        for name, array in self._arrays.items():
-            array[:, slot] = saved.parts[name]
-        self.positions[slot] = saved.position
 
     def _check(self, slot: int) -> None:
         if not SCRATCH_SLOT < slot <= self.slots or slot in self._free:

@@ -36,8 +36,10 @@ class Model(Protocol):
 
     config: ModelConfig
     state_spec: StateSpec
-    weight_bytes: int
-    """Bytes of weights one decode step reads (the embedding table counts one row)."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights one decode step reads (the embedding table counts one row, so: the products)."""
 
     def forward(self, batch: Batch, states: StateTable) -> np.ndarray:
         """Run packed rows; update the states of ``batch.slots``; return float32 logits [W, vocab] of ``batch.want_rows``."""

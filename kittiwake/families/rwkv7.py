@@ -27,10 +27,11 @@ from kittiwake.ops.wkv7.cpu import time_mix
 NORM_EPS = 1e-5
 GROUP_NORM_EPS = 64e-5
 """A constant of BlinkDL's files, whatever the head size."""
+_EPS, _GROUP_EPS = np.float32(NORM_EPS), np.float32(GROUP_NORM_EPS)
 MIXES = ("r", "w", "k", "v", "a", "g")
 RANKS = {"decay": "w", "iclr": "a", "value_residual": "v", "gate": "g"}
 """Low-rank pairs: kittiwake's name → the letter in BlinkDL's names."""
-_BLOCK = re.compile(r"blocks\.(0|[1-9]\d*)\.(.+)")
+_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.(.+)")
 _OUTER = {
     "emb.weight": "embedding.weight",
     "blocks.0.ln0.weight": "embedding_norm.weight",
@@ -203,7 +204,11 @@ class Rwkv7Family:
                 raise ModelError(f"{name} has shape {found}, expected {dims} sizes above 0")
             return found
 
-        layers = 1 + max((int(m[1]) for name in infos if (m := _BLOCK.fullmatch(name))), default=-1)
+        found = {int(match[1]) for name in infos if (match := _BLOCK.fullmatch(name))}
+        layers = len(found)
+        if found != set(range(layers)):
+            first = min(set(range(layers)) - found)
+            raise ModelError(f"the checkpoint has layers up to {max(found)}, but layer {first} is missing")
         vocab, width = shape("emb.weight", 2)
         heads, head_size = shape("blocks.0.att.r_k", 2)
         if heads * head_size != width:
@@ -254,6 +259,8 @@ class Rwkv7Family:
     def check_canonical(self, source: TensorSource, config: ModelConfig) -> None:
         """Raise BundleError unless the source holds exactly the canonical tensors of this config."""
         infos = {info.name: info for info in source.infos()}
+        if config.layers > len(infos):
+            raise BundleError(f"{source.path} holds {len(infos)} tensors, its manifest asks for {config.layers} layers")
         shapes = _canonical_shapes(_sizes(config))
         unknown, missing = sorted(set(infos) - set(shapes)), sorted(set(shapes) - set(infos))
         if unknown or missing:
@@ -337,7 +344,16 @@ class _Layer:
             "channel_mix.mix_k": self.channel_mixes[0],
         }
         self.vector_rows |= {f"time_mix.mix_{letter}": self.time_mixes[i] for i, letter in enumerate(MIXES)}
-        rows = ("decay_bias", "iclr_bias", "value_residual_bias", "k_k", "k_a", "r_k", "group_norm.weight", "group_norm.bias")
+        rows = (
+            "decay_bias",
+            "iclr_bias",
+            "value_residual_bias",
+            "k_k",
+            "k_a",
+            "r_k",
+            "group_norm.weight",
+            "group_norm.bias",
+        )
         self.vector_rows |= {f"time_mix.{name}": self.vectors[i] for i, name in enumerate(rows)}
 
     @property
@@ -409,17 +425,14 @@ class Rwkv7Model:
         states = StateTable(self.state_spec, 1)
         slot = states.allocate()
         many = PARALLEL_VALUES // self._sizes.width + 1  # rows from which the row kernels run on threads
-        steps = [
-            lambda: self.forward(Batch.pack([(slot, [0])]), states),
-            lambda: self.forward(Batch.pack([(slot, [0] * many)]), states),
-            lambda: activate_columns(np.zeros((1, 1), np.float32), 1, 0, 1, 0),
-        ]
-        for done, step in enumerate(steps):
-            if progress is not None:
-                progress("preparing kernels", done, len(steps))
-            step()
-        if progress is not None:
-            progress("preparing kernels", len(steps), len(steps))
+        tell: Progress = progress if progress is not None else lambda what, done, total: None
+        tell("preparing kernels", 0, 3)
+        self.forward(Batch.pack([(slot, [0])]), states)
+        tell("preparing kernels", 1, 3)
+        self.forward(Batch.pack([(slot, [0] * many)]), states)
+        tell("preparing kernels", 2, 3)
+        activate_columns(np.zeros((1, 1), np.float32), 1, 0, 1, 0)
+        tell("preparing kernels", 3, 3)
 
     def forward(self, batch: Batch, states: StateTable) -> np.ndarray:
         """Run packed rows; see :class:`kittiwake.families.contract.Model`."""
@@ -433,23 +446,26 @@ class Rwkv7Model:
         rows, width, get = batch.rows, self._sizes.width, self._workspace.get
         x, normed, out = get("x", rows, width), get("normed", rows, width), get("out", rows, width)
         mixed, v_first = get("mixed", rows, len(MIXES) * width), get("v_first", rows, width)
-        owner = np.repeat(np.arange(len(batch.slots)), np.diff(batch.starts))
-        where = (batch.starts, batch.slots, owner)
-        eps = np.float32(NORM_EPS)
-        embed_rows(self._embedding, batch.token_ids, *self._norms["embedding_norm"], eps, x)
-        y = get("y", 0, width)
-        parts = [states.part(name) for name in ("att_shift", "wkv", "ffn_shift")]
+        mixed_k = get("mixed_k", rows, width)
+        starts, slots = batch.starts, batch.slots
+        owner = np.repeat(np.arange(len(slots)), np.diff(starts))
+        att_shifts, wkv_states, ffn_shifts = (states.part(name) for name in ("att_shift", "wkv", "ffn_shift"))
+
+        def shift(y: np.ndarray, norm: np.ndarray, state: np.ndarray, mixes: np.ndarray, mixed: np.ndarray) -> None:
+            shift_mix(x, y, norm[0], norm[1], _EPS, starts, slots, owner, state, mixes, normed, mixed)
+
+        norm = self._norms["embedding_norm"]
+        embed_rows(self._embedding, batch.token_ids, norm[0], norm[1], _EPS, x)
+        y = get("y", 0, width)  # nothing to add before the first layer
         for index, layer in enumerate(self._layers):
-            att_shift, wkv, ffn_shift = (part[index] for part in parts)
-            shift_mix(x, y, *layer.time_norm, eps, *where, att_shift, layer.time_mixes, normed, mixed)
+            # time mix
+            shift(y, layer.time_norm, att_shifts[index], layer.time_mixes, mixed)
             rkv = layer.projections(mixed, rows, get("rkv", rows, layer.projections.columns))
             low = layer.low_rank(rkv, rows, get("low", rows, layer.low_rank.columns))
-            time_mix(
-                rkv, low, v_first, layer.vectors, np.float32(GROUP_NORM_EPS), index == 0, batch.starts, batch.slots, wkv, out
-            )
+            time_mix(rkv, low, v_first, layer.vectors, _GROUP_EPS, index == 0, starts, slots, wkv_states[index], out)
             y = layer.output(out, rows, get("y", rows, width))
-            mixed_k = get("mixed_k", rows, width)
-            shift_mix(x, y, *layer.channel_norm, eps, *where, ffn_shift, layer.channel_mixes, normed, mixed_k)
+            # channel mix
+            shift(y, layer.channel_norm, ffn_shifts[index], layer.channel_mixes, mixed_k)
             hidden = layer.ffn_key(mixed_k, rows, get("hidden", rows, self._sizes.ffn))
             y = layer.ffn_value(hidden, rows, get("y", rows, width))
         return x, y
@@ -462,7 +478,8 @@ class Rwkv7Model:
             return out
         rows = self._workspace.get("wanted", wanted, width)
         rows[:wanted] = x[want_rows] + y[want_rows]
-        norm_rows(rows, wanted, *self._norms["output_norm"], np.float32(NORM_EPS))
+        norm = self._norms["output_norm"]
+        norm_rows(rows, wanted, norm[0], norm[1], _EPS)
         return self._head(rows, wanted, out)[:wanted]
 
     def describe(self) -> dict[str, Any]:
@@ -470,7 +487,7 @@ class Rwkv7Model:
         picks = {}
         for group in self._groups.values():
             for row in group.describe():
-                picks[row["depth"], row["columns"]] = {key: row[key] for key in ("depth", "columns", "k_block", "wide_from")}
+                picks[row["depth"], row["columns"]] = row
         return {
             "device": "cpu",
             "dtype": self.dtype,

@@ -101,7 +101,9 @@ class Workspace:
 class LinearGroup:
     """Products that share an input buffer and write one output buffer, side by side in the order given."""
 
-    def __init__(self, products: Sequence[Product], picks: dict[tuple[int, int], Pick], dtype: str, threads: int) -> None:
+    def __init__(
+        self, products: Sequence[Product], picks: dict[tuple[int, int], Pick], dtype: str, threads: int
+    ) -> None:
         self.products = tuple(products)
         self.columns = sum(p.columns for p in products)
         """Columns of the output."""
@@ -193,11 +195,11 @@ class LinearGroup:
 
     def describe(self) -> list[dict[str, Any]]:
         """One row a product: its shape and what was picked for it."""
-        return [
-            {"name": p.name, "depth": p.depth, "columns": p.columns, "k_block": k.k_block,
-             "wide_from": self.wide_from if k.wide_from else 0}  # fmt: skip
-            for p, k in zip(self.products, self._picks, strict=True)
-        ]
+        rows = []
+        for p, pick in zip(self.products, self._picks, strict=True):
+            wide_from = self.wide_from if pick.wide_from else 0
+            rows.append({"depth": p.depth, "columns": p.columns, "k_block": pick.k_block, "wide_from": wide_from})
+        return rows
 
 
 def _share_out(products: Sequence[Product], chosen: Iterable[int], threads: int) -> np.ndarray:

@@ -26,6 +26,7 @@ PROBE_ROWS = (4, 7, 8, 12, 17, 20, 28, 36, 52, 64, 68, 100, 132, 257, 508, 512, 
 TIMED_ROWS = (8, 16, 32, 64, 128, 256)
 _ENOUGH_COLUMNS = 2 * WIDE_COLUMNS
 _SAFE_BLOCK = 192
+_LIBRARY_SETTINGS = ("MKL_", "ATEN_", "DNNL_", "ONEDNN_", "OPENBLAS_")
 
 Shape = tuple[int, int]
 """(K, N) of a product."""
@@ -129,8 +130,19 @@ def _best_seconds(run: Callable[[], None]) -> float:
 
 
 def _machine_key(threads: int) -> str:
+    # MKL_CBWR and the like choose other kernels inside the library, with other bits
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARY_SETTINGS))
     text = "|".join(
-        (processor_name(), torch.__version__, np.__version__, kernels_digest(), str(threads), str(PROBE_ROWS), "1")
+        (
+            processor_name(),
+            torch.__version__,
+            np.__version__,
+            kernels_digest(),
+            str(threads),
+            str(PROBE_ROWS),
+            "1",
+            *settings,
+        )
     )
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -139,9 +151,11 @@ def _read_cache(path: Path) -> dict[Shape, Pick]:
     """What an earlier load found; an unreadable cache is no cache."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        return {(e["depth"], e["columns"]): Pick(int(e["k_block"]), int(e["wide_from"])) for e in entries}
-    except (OSError, ValueError, KeyError, TypeError):
+        picks = {(e["depth"], e["columns"]): Pick(e["k_block"], e["wide_from"]) for e in entries}
+        numbers = [number for shape, pick in picks.items() for number in (*shape, pick.k_block, pick.wide_from + 1)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
+    return picks if all(type(number) is int and number > 0 for number in numbers) else {}
 
 
 def _write_cache(path: Path, picks: dict[Shape, Pick]) -> None:
@@ -154,6 +168,6 @@ def _write_cache(path: Path, picks: dict[Shape, Pick]) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(entries, file)
-        os.replace(name, path)
+        Path(name).replace(path)
     except OSError:
         pass  # a cache that cannot be written costs the next load a second, nothing else

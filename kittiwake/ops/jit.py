@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llvmlite
 import numba
@@ -20,7 +20,7 @@ from numba import njit
 
 from kittiwake.device import cache_dir, waiting_environment
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = Callable[..., Any]
 
 
 @lru_cache
@@ -49,14 +49,14 @@ def start_threads() -> None:
             del os.environ[name]
 
 
-def kernel(*, parallel: bool = False) -> Callable[[F], F]:
+def kernel(*, parallel: bool = False) -> Callable[[Function], Function]:
     """Decorator that compiles a function when it is first called with a set of types.
 
     ``error_model="numpy"``: a float division by zero gives infinity and no branch, so that loops vectorise.
     """
 
-    def compile_later(function: F) -> F:
-        dispatcher = njit(error_model="numpy", nogil=True, parallel=parallel)(function)
+    def compile_later(function: Function) -> Function:
+        dispatcher: Any = njit(error_model="numpy", nogil=True, parallel=parallel)(function)
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(cache_dir() / "kernels" / kernels_digest())
         try:
@@ -65,6 +65,6 @@ def kernel(*, parallel: bool = False) -> Callable[[F], F]:
             pass
         finally:
             numba.config.CACHE_DIR = before
-        return dispatcher  # type: ignore[no-any-return]
+        return dispatcher
 
     return compile_later

@@ -67,9 +67,7 @@ class _Bench:
 Law = Callable[[_Bench], Iterator[bool]]
 
 
-def verify(
-    loaded: Loaded, config: EngineConfig, seed: int = 0, progress: Progress | None = None
-) -> list[LawResult]:
+def verify(loaded: Loaded, config: EngineConfig, seed: int = 0, progress: Progress | None = None) -> list[LawResult]:
     """Run every law; ``seed`` draws tokens, splits and crowds. Goldens of a bundle are one law more."""
     bench = _Bench(loaded, [], random.Random(seed))
     total = len(LAWS) + 1

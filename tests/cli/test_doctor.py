@@ -16,7 +16,7 @@ from .conftest import Call, fake_loaded
 
 GOOD_MACHINE: dict[str, Any] = {
     "features": ["avx2", "fma"],
-    "settings": {"OMP_WAIT_POLICY": "passive"},
+    "settings": {"GOMP_SPINCOUNT": "5000"},
     "cpu_quota_cores": None,
     "usable_cores": 2,
     "cache_folder": "/tmp",
@@ -66,7 +66,8 @@ def test_a_good_machine_gets_no_advice() -> None:
     ("machine", "runtime", "word"),
     [
         ({"features": ["avx"]}, {}, "AVX2"),
-        ({"settings": {}}, {}, "OMP_WAIT_POLICY"),
+        ({"settings": {}}, {}, "GOMP_SPINCOUNT"),
+        ({"settings": {"OMP_WAIT_POLICY": "active"}}, {}, "GOMP_SPINCOUNT"),
         ({"cpu_quota_cores": 1.5}, {}, "--threads 1"),
         ({}, {"threads": 5}, "take turns"),
         ({"cache_folder": "/dev/null/cache"}, {}, "KITTIWAKE_CACHE"),

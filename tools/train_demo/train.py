@@ -142,7 +142,7 @@ def compile_model(model: Model, arguments: argparse.Namespace, device: str) -> b
         if not abs(float(loss) - eager) < 0.02:
             raise RuntimeError(f"compiled loss {float(loss)} against {eager}")
         return True
-    except Exception as error:  # noqa: BLE001 - any failure of the compiler means the slower, plain path
+    except Exception as error:
         print("torch.compile failed, running eagerly:", repr(error)[:2000], flush=True)
         model.run_block, model.run_head_loss = block, head_loss
         return False
@@ -254,7 +254,7 @@ def main() -> None:
     evaluated = logged = start
     first_step, losses, factor = step, [], 1.0
     warm_from = step
-    lead = max(2, min(50, int(2 if not cuda else 50)))
+    lead = max(2, min(50, 2 if not cuda else 50))
 
     def evaluate_now(entry: dict[str, object]) -> None:
         entry["heldout_bits_per_byte"] = round(bits_per_byte(model, held), 5)

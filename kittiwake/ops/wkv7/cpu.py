@@ -72,36 +72,41 @@ def scan(r, w, k, v, a, b, starts, slots, state, y):  # type: ignore[no-untyped-
     heads = r.shape[1]
     for task in prange(slots.shape[0] * heads):
         sequence, head = task // heads, task % heads
-        _scan_head(
-            r, w, k, v, a, b, starts[sequence], starts[sequence + 1], head, state[slots[sequence], head], y
-        )
+        _scan_head(r, w, k, v, a, b, starts[sequence], starts[sequence + 1], head, state[slots[sequence], head], y)
 
 
 @kernel()
 def _prepare(rkv, low, v_first, vectors, is_first_layer, width, at, decay, a, b, k, v):  # type: ignore[no-untyped-def]
-    """Decay, removal key, replacement key and value of one row and head, channels from ``at`` on."""
-    w0, a0, v0, k_k, k_a = vectors[0], vectors[1], vectors[2], vectors[3], vectors[4]
+    """Decay, removal key, replacement key and value of one row and head, channels from ``at`` on.
+
+    One output a loop: LLVM vectorises a loop only while it can check that few arrays do not overlap.
+    """
+    end = at + decay.shape[0]
+    key, value = rkv[width + at : width + end], rkv[2 * width + at : 2 * width + end]
+    low_w, low_a = low[at:end], low[width + at : width + end]
+    w0, a0, k_k, k_a = vectors[0, at:end], vectors[1, at:end], vectors[3, at:end], vectors[4, at:end]
     for i in range(decay.shape[0]):
-        c = at + i
-        decay[i] = exp32(_DECAY_SCALE * sigmoid32(w0[c] + low[c]))
-        gate = sigmoid32(a0[c] + low[width + c])
-        key = rkv[width + c]
-        a[i] = key * k_k[c]
-        k[i] = key * fma(gate - _ONE, k_a[c], _ONE)
-        b[i] = gate
-        v[i] = rkv[2 * width + c]
-    if is_first_layer:
-        for i in range(v.shape[0]):
-            v_first[at + i] = v[i]
-    else:
-        for i in range(v.shape[0]):
-            c = at + i
-            v[i] = fma(v_first[c] - v[i], sigmoid32(v0[c] + low[3 * width + c]), v[i])
+        decay[i] = exp32(_DECAY_SCALE * sigmoid32(w0[i] + low_w[i]))
+    for i in range(b.shape[0]):
+        b[i] = sigmoid32(a0[i] + low_a[i])
+    for i in range(k.shape[0]):
+        k[i] = key[i] * fma(b[i] - _ONE, k_a[i], _ONE)
+    for i in range(a.shape[0]):
+        a[i] = key[i] * k_k[i]
     scale = _ONE / max(np.sqrt(row_square_sum(a, _ZERO)), _SMALLEST_NORM)
     for i in range(a.shape[0]):
-        kk = a[i] * scale
-        a[i] = -kk
-        b[i] = kk * b[i]
+        a[i] = -(a[i] * scale)
+    for i in range(b.shape[0]):
+        b[i] = -a[i] * b[i]
+    first = v_first[at:end]
+    if is_first_layer:
+        for i in range(v.shape[0]):
+            v[i] = value[i]
+            first[i] = value[i]
+    else:
+        v0, low_v = vectors[2, at:end], low[3 * width + at : 3 * width + end]
+        for i in range(v.shape[0]):
+            v[i] = fma(first[i] - value[i], sigmoid32(v0[i] + low_v[i]), value[i])
 
 
 @kernel()
@@ -145,9 +150,7 @@ def _mix_serial(rkv, low, v_first, vectors, eps, is_first_layer, starts, slots, 
     for task in range(slots.shape[0] * heads):
         sequence, head = task // heads, task % heads
         first, last = starts[sequence], starts[sequence + 1]
-        _mix_head(
-            rkv, low, v_first, vectors, eps, is_first_layer, first, last, head, state[slots[sequence], head], out
-        )
+        _mix_head(rkv, low, v_first, vectors, eps, is_first_layer, first, last, head, state[slots[sequence], head], out)
 
 
 @kernel(parallel=True)
@@ -156,9 +159,7 @@ def _mix_parallel(rkv, low, v_first, vectors, eps, is_first_layer, starts, slots
     for task in prange(slots.shape[0] * heads):
         sequence, head = task // heads, task % heads
         first, last = starts[sequence], starts[sequence + 1]
-        _mix_head(
-            rkv, low, v_first, vectors, eps, is_first_layer, first, last, head, state[slots[sequence], head], out
-        )
+        _mix_head(rkv, low, v_first, vectors, eps, is_first_layer, first, last, head, state[slots[sequence], head], out)
 
 
 def time_mix(

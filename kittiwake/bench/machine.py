@@ -21,7 +21,7 @@ FEATURES = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16", "avx_vnni", "asimd",
 )  # fmt: skip
 SETTINGS = (
-    "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "NUMBA_NUM_THREADS", 
+    "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "NUMBA_NUM_THREADS",
     "NUMBA_THREADING_LAYER", "KMP_BLOCKTIME", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "KITTIWAKE_CACHE",
 )  # fmt: skip
 _CPU = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -18,7 +18,8 @@ from kittiwake.errors import CheckpointError, OutputError
 from kittiwake.families.contract import Family, ModelConfig, Progress
 from kittiwake.families.registry import recognise
 from kittiwake.llm import LLM
-from kittiwake.load import Loaded, tokenizer_for
+from kittiwake.load import Loaded, find_tokenizer
+from kittiwake.text.templates import template_for_bundle
 from kittiwake.text.tokenizer import Tokenizer
 
 GOLDEN_PROMPTS = (
@@ -44,9 +45,12 @@ def build_bundle(
     chat_template: str | None = None,
     goldens: int = len(GOLDEN_PROMPTS),
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    group_norm_eps: float | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the checkpoint as a bundle to the new folder ``out``; returns it.
+    """Write the checkpoint as a bundle to the new folder ``out``; returns it. ``group_norm_eps`` overrides the model's own.
+
+    ``chat_template`` left out is the one beside the checkpoint, if there is one.
 
     Raises CheckpointError, ModelError, TokenizerError for what is read, OutputError for what is written.
     """
@@ -59,8 +63,8 @@ def build_bundle(
                 f"{quoted(str(checkpoint))} is a bundle already", "build from the checkpoint it came from"
             )
         family = recognise(source)
-        config = family.read_config(source)
-        text = tokenizer_for(checkpoint, config.vocab_size, tokenizer)
+        config = family.read_config(source).with_group_norm_eps(group_norm_eps)
+        text = find_tokenizer(checkpoint, config.vocab_size, tokenizer, source).tokenizer
 
         def make_goldens(written: TensorSource) -> Sequence[Golden]:
             return _goldens(family, config, written, precision, text, goldens, progress)
@@ -74,7 +78,7 @@ def build_bundle(
             tokenizer=(text.kind, text.files()),
             source=SourceRecord.of(source, progress),
             builder=__version__,
-            chat_template=chat_template,
+            chat_template=template_for_bundle(checkpoint, text) if chat_template is None else chat_template,
             goldens=make_goldens if goldens else None,
             max_shard_bytes=max_shard_bytes,
             progress=progress,

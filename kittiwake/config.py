@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kittiwake.errors import UsageError
@@ -12,7 +13,8 @@ DEVICES = ("auto", "cpu")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is run. None of these changes a bit of any answer, except ``dtype`` where it rounds weights."""
+    """How a model is run. None of these changes a bit of any answer, except ``dtype`` where it rounds weights, and
+    ``group_norm_eps``, which makes it another model."""
 
     device: str = "auto"
     """auto or cpu"""
@@ -26,6 +28,8 @@ class EngineConfig:
     """most prompt tokens of one sequence in a step; 0 sets no limit"""
     max_rows: int = 2048
     """most rows in one step, decode rows and prompt tokens together; bounds the workspace"""
+    group_norm_eps: float | None = None
+    """epsilon of the group norm, instead of the model's own"""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -36,3 +40,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise UsageError(f"{name} must be a whole number of at least {low}, got {value!r}")
+        eps = self.group_norm_eps
+        is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+        if eps is not None and not (is_number and math.isfinite(eps) and 0 < eps < 1):
+            raise UsageError(f"group_norm_eps must be a number above 0 and below 1, got {eps!r}")

@@ -68,6 +68,10 @@ class StateError(KittiwakeError):
     http_status = 409
 
 
+class StateFileError(StateError, InputFileError):
+    """A file of a saved state that is damaged, of a newer format, or of another model than the one at hand."""
+
+
 class DeviceError(KittiwakeError):
     """The device asked for is missing or lacks what the model needs."""
 

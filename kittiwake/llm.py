@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from kittiwake.chat import ChatCompletion, ChatDelta, Messages, prepare, split_completion, split_stream
+from kittiwake.checkpoints.reader import open_checkpoint
 from kittiwake.config import EngineConfig
-from kittiwake.engine.batch import Batch
+from kittiwake.engine import state_file
 from kittiwake.engine.engine import Engine
-from kittiwake.engine.request import Completion, Delta, SamplingParams, Timings
-from kittiwake.engine.states import StateTable
-from kittiwake.errors import RequestError, UsageError
+from kittiwake.engine.request import Completion, Delta, KeptState, SamplingParams, Timings
+from kittiwake.engine.scoring import Given, Rows, Scored, prefill, run_rows, score, score_stream
+from kittiwake.engine.states import SavedState
+from kittiwake.errors import CheckpointError, ModelError, RequestError, StateFileError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded, load_model
+from kittiwake.receipt import make_receipt
+from kittiwake.text.chat import TEMPLATES, ChatTemplate
+from kittiwake.text.templates import choose_template
 from kittiwake.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """Text, or token ids as they are."""
-SCORE_CHUNK = 256
-"""Rows scored in one forward: bounds the logits held at a time."""
+Start = KeptState | None
+"""What a prompt follows: a kept state, or nothing."""
 
 
 class LLM:
@@ -62,6 +69,7 @@ class LLM:
 
     def _open(self, loaded: Loaded) -> None:
         self.loaded = loaded
+        self._template: ChatTemplate | None = None
         self._engine: Engine | None = Engine(
             loaded.model,
             loaded.tokenizer,
@@ -100,40 +108,83 @@ class LLM:
         return self.loaded.model.config.vocab_size
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        keep_state: bool = False,
+        start_from: Start | Sequence[Start] = None,
     ) -> list[Completion]:
-        """Answer all prompts, batched together; completions in the order of the prompts.
+        """Answer all prompts, batched together; one completion a prompt, in the order of the prompts.
 
-        One prompt (a text, or a list of ids) gives a list of one. ``params`` is one for all or one for each. Raises
+        One prompt (a text, or a list of ids) gives a list of one. ``params`` is one for all or one for each. Where they
+        ask for ``n`` samples, a prompt's completion is its sample 0, and its ``choices`` are all of them. Raises
         RequestError before any work is done when a prompt is empty or holds an id outside the vocabulary.
+
+        ``keep_state`` puts the state after the last accepted token into each completion's ``state``. ``start_from``, one
+        for all or one for each, goes on from such a state instead of from nothing; the prompt may then be the empty text.
         """
         ids = [self._ids(prompt) for prompt in _as_prompts(prompts)]
-        each = _params_for(len(ids), params)
-        for prompt_ids, one in zip(ids, each, strict=True):
-            self.engine.check(prompt_ids, one)
-        engine, requests = self.engine, []
+        each, starts = _params_for(len(ids), params), _starts_for(len(ids), start_from)
+        for prompt_ids, one, start in zip(ids, each, starts, strict=True):
+            self.engine.check(prompt_ids, one, start)
+        engine = self.engine
+        groups: list[list[int]] = []
         try:
-            for prompt_ids, one in zip(ids, each, strict=True):
-                requests.append(engine.add(prompt_ids, one))
-            deltas = [list(self._drain(request)) for request in requests]
+            for prompt_ids, one, start in zip(ids, each, starts, strict=True):
+                groups.append(engine.add_samples(prompt_ids, one, keep_state=keep_state, start_from=start))
+            deltas = [[list(self._drain(request)) for request in group] for group in groups]
+        finally:
+            for group in groups:
+                for request in group:
+                    engine.forget(request)
+        return [
+            _grouped([join_completion(len(prompt_ids), found, one) for found in samples])
+            for prompt_ids, one, samples in zip(ids, each, deltas, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        keep_state: bool = False,
+        start_from: KeptState | None = None,
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; the last Delta has a finish_reason. Closing the iterator aborts the request.
+
+        Where ``params`` ask for ``n`` samples, their Deltas come side by side, told apart by ``index``; the last Delta
+        of each has a finish_reason, and with ``keep_state`` the state. ``start_from`` is as in :meth:`generate`.
+        """
+        ids, wanted = self._ids(prompt), params or SamplingParams()
+        self.engine.check(ids, wanted, start_from)
+        return self._stream(self.engine, ids, wanted, keep_state, start_from)
+
+    def _stream(
+        self, engine: Engine, ids: list[int], params: SamplingParams, keep_state: bool, start: KeptState | None
+    ) -> Iterator[Delta]:
+        # added here, not before: an iterator that is never begun is never closed either
+        requests = engine.add_samples(ids, params, keep_state=keep_state, start_from=start)
+        try:
+            yield from self._drain(requests[0]) if len(requests) == 1 else self._drain_all(requests)
         finally:
             for request in requests:
                 engine.forget(request)
-        return [_completion(len(prompt_ids), found) for prompt_ids, found in zip(ids, deltas, strict=True)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; the last Delta has a finish_reason. Closing the iterator aborts the request."""
-        ids, wanted = self._ids(prompt), params or SamplingParams()
-        self.engine.check(ids, wanted)
-        return self._stream(self.engine, ids, wanted)
-
-    def _stream(self, engine: Engine, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
-        # added here, not before: an iterator that is never begun is never closed either
-        request = engine.add(ids, params)
-        try:
-            yield from self._drain(request)
-        finally:
-            engine.forget(request)
+    def _drain_all(self, requests: Sequence[int]) -> Iterator[Delta]:
+        """Deltas of several requests as they come, each with its request's place as ``index``."""
+        running = dict(enumerate(requests))
+        while running:
+            news = {index: self.engine.collect(request) for index, request in running.items()}
+            for index, deltas in news.items():
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error
+                    yield replace(delta, index=index)
+                if deltas and deltas[-1].finish_reason is not None:
+                    del running[index]
+            if not any(news.values()):
+                self.engine.step()
 
     def _drain(self, request: int) -> Iterator[Delta]:
         """Deltas of a request until its last one, moving the engine whenever there is none."""
@@ -148,18 +199,173 @@ class LLM:
             if not deltas:
                 self.engine.step()
 
-    def score(self, ids: Sequence[int]) -> np.ndarray:
-        """Natural-log probability of ids[1:], each given all before it: float64 [len(ids) - 1], constant memory."""
-        self.engine.check(ids, SamplingParams())
-        tokens = np.asarray(ids, dtype=np.int64)
-        table = StateTable(self.loaded.model.state_spec, 1)
-        slot = table.allocate()
-        scores = np.empty(len(tokens) - 1, dtype=np.float64)
-        for first in range(0, len(tokens) - 1, SCORE_CHUNK):
-            rows = tokens[first : min(first + SCORE_CHUNK, len(tokens) - 1)]
-            logits = self.loaded.model.forward(Batch.pack([(slot, rows.tolist())], [list(range(len(rows)))]), table)
-            scores[first : first + len(rows)] = _log_probs(logits, tokens[first + 1 : first + 1 + len(rows)])
-        return scores
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        template: str | Path | ChatTemplate | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> ChatCompletion:
+        """Answer a conversation: objects with ``role`` (system, user, assistant) and ``content``.
+
+        ``template`` overrides the model's own (:meth:`chat_template`), ``options`` are variables of a Jinja template.
+        Its stops are added to those of ``params``. Raises RequestError for messages that cannot be answered, UsageError
+        for a model without a chat template.
+        """
+        prompt = prepare(self.chat_template(template), self.tokenizer, messages, params, options)
+        return split_completion(self.generate(prompt.ids, prompt.params)[0], prompt.opening)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        template: str | Path | ChatTemplate | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Iterator[ChatDelta]:
+        """The same piece by piece, reasoning apart; the last one has a finish_reason. Closing the iterator aborts it."""
+        prompt = prepare(self.chat_template(template), self.tokenizer, messages, params, options)
+        return split_stream(self.stream(prompt.ids, prompt.params), prompt.opening)
+
+    def chat_template(self, chosen: str | Path | ChatTemplate | None = None) -> ChatTemplate:
+        """The chat template in force, or the one chosen: a name, a Jinja file or a tokenizer_config.json.
+
+        Raises UsageError where there is none, TokenizerError for one that cannot be used.
+        """
+        if chosen is None and self._template is not None:
+            return self._template
+        loaded = self.loaded
+        found = choose_template(chosen, loaded.tokenizer, model=loaded.path, bundled=loaded.chat_template)
+        if found is None:
+            raise UsageError(
+                f"{loaded.path} has no chat template: it was not made for conversations, as far as its files tell",
+                f"name one to try all the same: {', '.join(TEMPLATES)}, or a Jinja file",
+            )
+        if chosen is None:
+            self._template = found
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; what spells a control token stays text."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids, U+FFFD for bytes that are no text."""
+        return self.tokenizer.decode(ids)
+
+    def receipt(self, progress: Progress | None = None) -> dict[str, Any]:
+        """What the bits of this model's answers depend on, as JSON values: equal ``digest``, equal bits (docs/receipt.md)."""
+        return make_receipt(self.loaded, progress)
+
+    def prefill(self, prompt: Prompt, *, start_from: KeptState | None = None) -> KeptState:
+        """The state after exactly this prompt, for many requests to start from; nothing is drawn."""
+        return prefill(self.loaded.model, self._given([prompt], start_from)[0])
+
+    def save_state(self, state: KeptState, path: str | Path, *, replace: bool = False) -> None:
+        """Write a kept state of this model to a file, whole or not at all; an existing one only with ``replace``.
+
+        Raises StateError for a state of another shape, OutputError for a file that exists or cannot be written.
+        """
+        state_file.save_state(Path(path), state, self._owner(), replace=replace)
+
+    def load_state(self, path: str | Path) -> KeptState:
+        """A state that :meth:`save_state` wrote, in this process or another: the same bits.
+
+        Raises StateFileError naming what differs, for a file that is damaged or of another model, dtype or format.
+        """
+        return state_file.load_state(Path(path), self._owner())
+
+    def load_initial_state(self, path: str | Path, *, transpose: bool = False) -> KeptState:
+        """A tuned initial state (``time_state`` tensors, .pth or .safetensors) for prompts to begin from.
+
+        Its matrices are taken as [V, K] a head, the way such files are written; ``transpose`` takes them as [K, V].
+        Raises StateFileError for a file that is anything else.
+        """
+        try:
+            with open_checkpoint(path) as source:
+                parts = self.loaded.model.initial_state(source, transpose=transpose)
+        except (CheckpointError, ModelError) as err:
+            raise StateFileError(err.message, err.hint) from None
+        saved = SavedState(0, parts)
+        return KeptState(saved, (), None, state_file.parts_digest(saved))
+
+    def _owner(self) -> state_file.StateOwner:
+        model = self.loaded.model
+        return state_file.StateOwner(
+            model.config.family, self.loaded.digest(), self.loaded.dtype, model.state_spec, model.config.vocab_size
+        )
+
+    def score(self, prompt: Prompt, *, start_from: KeptState | None = None) -> np.ndarray:
+        """Natural-log probability of each token given all before it: float64.
+
+        Of a text or ids of T tokens the first has nothing before it, so T - 1 come back; after a kept state all T do.
+        """
+        return self.score_all([prompt], start_from=start_from)[0].log_probs
+
+    def score_all(
+        self, prompts: Prompt | Sequence[Prompt], *, top: int = 0, start_from: Start | Sequence[Start] = None
+    ) -> list[Scored]:
+        """Score several texts side by side, with the ``top`` likeliest tokens of each place if asked for.
+
+        The bits are those of the same texts scored alone, and of the ``logprobs`` that generation reports. Memory does
+        not grow with the length of a text beyond what is returned. Raises RequestError as :meth:`generate`.
+        """
+        return score(self.loaded.model, self._given(prompts, start_from), top=top)
+
+    def score_stream(self, pieces: Iterable[Sequence[int]]) -> Iterator[np.ndarray]:
+        """Log-probabilities as :meth:`score` gives them, of one text whose ids come in pieces, in constant memory."""
+        return score_stream(self.loaded.model, (self._given([piece], None)[0].ids for piece in pieces if len(piece)))
+
+    def logits(
+        self, prompt: Prompt, *, rows: Sequence[int] | None = None, start_from: KeptState | None = None
+    ) -> np.ndarray:
+        """Float32 logits [R, vocab] of what follows each token, or those at ``rows`` (negative ones count from the end)."""
+        given = self._given([prompt], start_from)
+        wanted = _wanted_rows(rows, len(given[0].ids))
+        out = np.empty((len(wanted), self.vocab_size), dtype=np.float32)
+        for piece in run_rows(self.loaded.model, given):
+            here = (wanted >= piece.first) & (wanted < piece.first + piece.count)
+            out[here] = piece.logits[wanted[here] - piece.first]
+        return out
+
+    def hidden_states(
+        self, prompt: Prompt, *, layers: Sequence[int] | None = None, start_from: KeptState | None = None
+    ) -> np.ndarray:
+        """The residual stream, float32 [T, layers, C]: what enters layers 0 to L - 1, and as number L what leaves the last.
+
+        All L + 1 where ``layers`` is left out. The output norm is not applied.
+        """
+        given, chosen = self._given([prompt], start_from), self.check_layers(layers)
+        out = np.empty((len(given[0].ids), len(chosen), self.loaded.model.config.width), dtype=np.float32)
+        for piece in run_rows(self.loaded.model, given, want_logits=False, layers=chosen):
+            out[piece.first : piece.first + piece.count] = piece.hidden
+        return out
+
+    def stream_rows(
+        self, prompt: Prompt, *, layers: Sequence[int] = (), want_logits: bool = True, start_from: Start = None
+    ) -> Iterator[Rows]:
+        """Logits and hidden rows of a long text piece by piece, in constant memory."""
+        chosen = self.check_layers(layers)
+        return run_rows(self.loaded.model, self._given([prompt], start_from), want_logits=want_logits, layers=chosen)
+
+    def check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        """Numbers of hidden rows, all of them for None. Raises RequestError for one that the model does not have."""
+        count = self.loaded.model.config.layers
+        chosen = tuple(range(count + 1)) if layers is None else tuple(layers)
+        for layer in chosen:
+            if not 0 <= layer <= count:
+                raise RequestError(f"layer {layer} was asked for", f"this model's hidden rows are 0 to {count}")
+        return chosen
+
+    def _given(self, prompts: Prompt | Sequence[Prompt], start_from: Start | Sequence[Start]) -> list[Given]:
+        """Prompts as checked sequences to run."""
+        ids = [self._ids(prompt) for prompt in _as_prompts(prompts)]
+        starts = _starts_for(len(ids), start_from)
+        for prompt_ids, start in zip(ids, starts, strict=True):
+            self.engine.check(prompt_ids, SamplingParams(), start)
+        pairs = zip(ids, starts, strict=True)
+        return [Given(np.asarray(prompt_ids, dtype=np.int64), start) for prompt_ids, start in pairs]
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -184,20 +390,39 @@ def _params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | 
     return list(params)
 
 
-def _completion(prompt_tokens: int, deltas: list[Delta]) -> Completion:
+def _starts_for(count: int, start_from: Start | Sequence[Start]) -> list[Start]:
+    if start_from is None or isinstance(start_from, KeptState):
+        return [start_from] * count
+    if len(start_from) != count:
+        raise RequestError(f"{count} prompts need one state to start from or {count} of them, got {len(start_from)}")
+    return list(start_from)
+
+
+def _wanted_rows(rows: Sequence[int] | None, count: int) -> np.ndarray:
+    """Rows as int64 from 0 to count - 1. Raises RequestError for one that does not exist."""
+    if rows is None:
+        return np.arange(count)
+    wanted = np.asarray(rows, dtype=np.int64)
+    if wanted.size and not (wanted.min() >= -count and wanted.max() < count):
+        raise RequestError(f"rows {list(rows)} were asked for of a prompt of {count} tokens")
+    return np.where(wanted < 0, wanted + count, wanted)
+
+
+def _grouped(samples: list[Completion]) -> Completion:
+    """Sample 0, with the others beside it."""
+    return replace(samples[0], others=tuple(samples[1:]))
+
+
+def join_completion(prompt_tokens: int, deltas: list[Delta], params: SamplingParams) -> Completion:
+    """A completion out of all the Deltas of its request, the last one with its finish_reason."""
     last = deltas[-1]
+    logprobs = tuple(logprob for delta in deltas for logprob in delta.logprobs)
     return Completion(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         prompt_tokens=prompt_tokens,
         finish_reason=last.finish_reason or "abort",
         timings=last.timings or Timings(),
+        state=last.state,
+        logprobs=logprobs if params.logprobs else None,
     )
-
-
-def _log_probs(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Log-softmax in float64 of float32 logits [W, vocab], picked at targets [W]."""
-    wide = logits.astype(np.float64)
-    top = wide.max(axis=1)
-    total = np.log(np.exp(wide - top[:, None]).sum(axis=1)) + top
-    return np.asarray(wide[np.arange(len(targets)), targets] - total)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +14,7 @@ from typing import Self
 import torch
 
 from kittiwake.checkpoints.bundle import Bundle, Golden, read_bundle
+from kittiwake.checkpoints.files import quoted
 from kittiwake.checkpoints.manifest import MANIFEST_NAME
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource, open_checkpoint
 from kittiwake.config import EngineConfig
@@ -19,7 +22,9 @@ from kittiwake.device import resolve_threads
 from kittiwake.errors import BundleError, ModelError, TokenizerError
 from kittiwake.families.contract import Family, Model, ModelConfig, Progress
 from kittiwake.families.registry import family_named, recognise
+from kittiwake.text.table import TOKENIZER_FILE
 from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer
+from kittiwake.text.world import WORLD_ROWS, WORLD_VOCABULARY_FILE
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Loaded:
 
     path: Path
     format: str
-    """ "bundle", "pth", "safetensors" or "random"."""
+    """ "bundle", "pth", "safetensors", "gguf" or "random"."""
     model: Model
     tokenizer: Tokenizer
     dtype: str
@@ -38,6 +43,20 @@ class Loaded:
     """Reading, converting and probing, imports left out."""
     goldens: tuple[Golden, ...] | None
     chat_template: str | None
+    weights_digest: Callable[[Progress | None], str] = field(default=lambda _: "", repr=False, compare=False)
+    """sha-256 (hex) over the stored weights, computed when first asked for; a bundle's stands in its manifest."""
+
+    def digest(self, progress: Progress | None = None) -> str:
+        """64 hex digits that tell this model from every other: of its weights as stored, its family, sizes and constants.
+
+        Of a bundle it is free; of another checkpoint the first call reads every byte of its files once. Raises
+        CheckpointError when those files changed since they were loaded. The same weights in another layout of files
+        are another digest. How the weights are kept (``dtype``) is not in it.
+        """
+        config = self.model.config
+        parts = [config.family, config.layers, config.width, config.vocab_size, config.extra]
+        identity = json.dumps([*parts, self.weights_digest(progress)], sort_keys=True)
+        return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def packaged_model() -> Path:
@@ -54,8 +73,7 @@ def load_model(
 ) -> Loaded:
     """Open, recognise, check and load. Raises CheckpointError, BundleError, ModelError or TokenizerError.
 
-    Left out, ``tokenizer`` is the bundle's, or the ``tokenizer.json`` beside the checkpoint, or the one the size of the
-    vocabulary tells (65,536 rows: World; 256: bytes).
+    Left out, ``tokenizer`` is the bundle's, or the one that :func:`find_tokenizer` finds.
     """
     threads = resolve_threads(config.threads)
     import kittiwake.ops.wkv7.cpu  # noqa: F401  imports are not loading time
@@ -67,14 +85,14 @@ def load_model(
     source = open_checkpoint(path, progress=progress)
     try:
         family = recognise(source)
-        sizes = family.read_config(source)
-        text = tokenizer_for(path, sizes.vocab_size, tokenizer)
+        sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
+        text = find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer
         dtype = _dtype(config.dtype, source)
         built = family.build(sizes, family.canonical(source, sizes), dtype=dtype, threads=threads, progress=progress)
     finally:
         source.close()
     load_ms = (time.perf_counter() - start) * 1e3
-    return Loaded(path, source.format, built, text, dtype, threads, load_ms, None, None)
+    return Loaded(path, source.format, built, text, dtype, threads, load_ms, None, None, source.digest)
 
 
 def _load_bundle(
@@ -88,6 +106,7 @@ def _load_bundle(
     bundle = read_bundle(path, progress=progress)
     try:
         family, sizes = bundle_family(bundle)
+        sizes = sizes.with_group_norm_eps(config.group_norm_eps)
         text = bundle_tokenizer(bundle) if tokenizer is None else load_tokenizer(tokenizer)
         check_fits(text, sizes.vocab_size)
         dtype = _dtype(config.dtype, bundle.source)
@@ -96,13 +115,19 @@ def _load_bundle(
     finally:
         bundle.source.close()
     load_ms = (time.perf_counter() - start) * 1e3
-    return Loaded(path, "bundle", built, text, dtype, threads, load_ms, bundle.goldens, bundle.chat_template)
+    weights = "".join(f"{bundle.manifest.files[name].sha256}  {name}\n" for name in bundle.manifest.weights)
+    digest = hashlib.sha256(weights.encode()).hexdigest()
+    goldens, template = bundle.goldens, bundle.chat_template
+    return Loaded(path, "bundle", built, text, dtype, threads, load_ms, goldens, template, lambda _: digest)
 
 
 def bundle_family(bundle: Bundle) -> tuple[Family, ModelConfig]:
     """The family and sizes a bundle declares, its tensors checked against them. Raises BundleError."""
-    family = family_named(bundle.manifest.family)
-    sizes = family.config_from_manifest(dict(bundle.manifest.model))
+    try:
+        family = family_named(bundle.manifest.family)
+        sizes = family.config_from_manifest(dict(bundle.manifest.model))
+    except BundleError as err:
+        raise BundleError(f"{bundle.path}: {err.message}", err.hint) from err
     try:
         family.check_canonical(bundle.source, sizes)
     except ModelError as err:
@@ -118,31 +143,92 @@ def bundle_tokenizer(bundle: Bundle) -> Tokenizer:
     return load_tokenizer(kind, dict(bundle.tokenizer_files) or None)
 
 
-def tokenizer_for(path: Path, vocab_size: int, chosen: str | Path | None) -> Tokenizer:
-    """The tokenizer chosen, or the one found as :func:`load_model` says. Raises TokenizerError when it does not fit."""
-    beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
+@dataclass(frozen=True)
+class FoundTokenizer:
+    """A tokenizer, and in a few words what told that it is the one."""
+
+    tokenizer: Tokenizer
+    origin: str
+
+
+def find_tokenizer(
+    path: Path, vocab_size: int, chosen: str | Path | None, source: TensorSource | None = None
+) -> FoundTokenizer:
+    """The tokenizer chosen, or the one of the checkpoint. Raises TokenizerError when none fits ``vocab_size`` rows.
+
+    - GGUF: ``tokenizer.ggml.model`` "rwkv" is World; other vocabularies inside the file are not read.
+    - A folder: ``rwkv_vocab_v20230424.txt`` if it is the known one, else ``tokenizer.json`` where it can be read and fits.
+    - Otherwise, and where that file does not serve, the size tells (65,536 rows: World; 256: bytes).
+    - A lone file: the size, else a ``tokenizer.json`` beside it.
+    """
     if chosen is not None:
-        tokenizer = load_tokenizer(chosen)
-    elif path.is_dir() and beside.exists():
-        tokenizer = load_tokenizer(beside)
+        found = FoundTokenizer(load_tokenizer(chosen), "chosen")
+    elif source is not None and source.format == "gguf":
+        found = _gguf_tokenizer(source, vocab_size)
+    elif path.is_dir():
+        found = _folder_tokenizer(path, vocab_size)
     else:
+        beside = path.parent / TOKENIZER_FILE
         try:
-            tokenizer = default_tokenizer(vocab_size)
+            found = FoundTokenizer(default_tokenizer(vocab_size), _SIZE)
         except TokenizerError:
             # a lone file's neighbour is a guess: taken only where the size of the vocabulary tells nothing
             if not beside.exists():
                 raise
-            tokenizer = load_tokenizer(beside)
-    check_fits(tokenizer, vocab_size)
-    return tokenizer
+            found = FoundTokenizer(load_tokenizer(beside), f"{TOKENIZER_FILE} beside the file")
+    check_fits(found.tokenizer, vocab_size)
+    return found
+
+
+_SIZE = "the size of the vocabulary"
+
+
+def _gguf_tokenizer(source: TensorSource, vocab_size: int) -> FoundTokenizer:
+    key = "tokenizer.ggml.model"
+    model = (source.config or {}).get(key)
+    if model == "rwkv":
+        return FoundTokenizer(load_tokenizer("world"), f"{key} 'rwkv'")
+    if model in (None, "none", "no_vocab"):
+        return FoundTokenizer(default_tokenizer(vocab_size), _SIZE)
+    raise TokenizerError(
+        f"{source.path}: {key} is {quoted(model)}, and of vocabularies inside GGUF files only 'rwkv' is read",
+        "pass the tokenizer.json that belongs to the model",
+    )
+
+
+def _folder_tokenizer(folder: Path, vocab_size: int) -> FoundTokenizer:
+    vocabulary, file = folder / WORLD_VOCABULARY_FILE, folder / TOKENIZER_FILE
+    if vocabulary.exists():
+        return FoundTokenizer(load_tokenizer(vocabulary), WORLD_VOCABULARY_FILE)
+    if not file.exists():
+        return FoundTokenizer(default_tokenizer(vocab_size), _SIZE)
+    try:
+        tokenizer = load_tokenizer(file)
+        check_fits(tokenizer, vocab_size)
+    except TokenizerError as err:
+        if vocab_size != WORLD_ROWS:
+            raise
+        return FoundTokenizer(load_tokenizer("world"), f"{_SIZE}; {TOKENIZER_FILE} is not used: {err.message}")
+    return FoundTokenizer(tokenizer, TOKENIZER_FILE)
 
 
 def _dtype(wanted: str, source: TensorSource) -> str:
-    """How to keep the weights: as asked; "auto" keeps bfloat16 files in bfloat16 and widens everything else."""
+    """How to keep the weights: as asked; "auto" keeps bfloat16 where no weight is rounded by it, else float32.
+
+    GGUF files keep small matrices of a bfloat16 model as float32: those are looked at, value by value.
+    """
     if wanted != "auto":
         return wanted
-    matrices = {info.dtype for info in source.infos() if len([size for size in info.shape if size > 1]) > 1}
-    return "bf16" if matrices == {torch.bfloat16} else "fp32"
+    matrices = [info for info in source.infos() if len([size for size in info.shape if size > 1]) > 1]
+    halves = sum(info.nbytes for info in matrices if info.dtype == torch.bfloat16)
+    others = [info for info in matrices if info.dtype != torch.bfloat16]
+    if sum(info.nbytes for info in others) >= halves or any(info.dtype != torch.float32 for info in others):
+        return "fp32"
+    return "bf16" if all(_is_bfloat16(source.read(info.name)) for info in others if not info.unreadable) else "fp32"
+
+
+def _is_bfloat16(tensor: torch.Tensor) -> bool:
+    return bool(torch.equal(tensor, tensor.bfloat16().float()))
 
 
 class TensorDict:
@@ -164,8 +250,12 @@ class TensorDict:
         return self._tensors[name]
 
     def digest(self, progress: Progress | None = None) -> str:
-        """Nothing on disk, nothing to digest."""
-        return ""
+        """sha-256 (hex) over names, types, shapes and values, in the order of the mapping."""
+        digest = hashlib.sha256()
+        for name, tensor in self._tensors.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -190,10 +280,11 @@ def load_tensors(
     start = time.perf_counter()
     source = TensorDict(tensors, name)
     family = recognise(source)
-    sizes = family.read_config(source)
+    sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
     text = default_tokenizer(sizes.vocab_size) if tokenizer is None else tokenizer
     check_fits(text, sizes.vocab_size)
     dtype = _dtype(config.dtype, source)
     built = family.build(sizes, family.canonical(source, sizes), dtype=dtype, threads=threads, progress=progress)
     load_ms = (time.perf_counter() - start) * 1e3
-    return Loaded(source.path, "random", built, text, dtype, threads, load_ms, None, None)
+    digest = source.digest()  # now: the tensors may be gone later
+    return Loaded(source.path, "random", built, text, dtype, threads, load_ms, None, None, lambda _: digest)

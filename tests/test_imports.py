@@ -17,6 +17,8 @@ GROUND = {"errors", "device", "config"}
 MATHS = GROUND | {"ops", "layers"}
 # The contract lets the engine and the families meet: each knows these modules of the other, and no more.
 CONTRACT = {"families.contract", "engine.batch", "engine.states"}
+# A saved state is a safetensors file: read as strictly, and written as safely, as a checkpoint.
+STATE_FILES = {"checkpoints.files", "checkpoints.safetensors", "checkpoints.strict_json"}
 CORE = MATHS | {"engine", "families", "text", "checkpoints"}
 EDGES = CORE | {"load", "build", "llm"}
 
@@ -29,15 +31,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"errors", "device", "ops"},
     "checkpoints": {"errors", "device"},
     "text": {"errors", "device"},
-    "engine": MATHS | {"text"} | CONTRACT,
+    "engine": MATHS | {"text"} | CONTRACT | STATE_FILES,
     "families": MATHS | {"checkpoints.reader"} | CONTRACT,
     "load": CORE,
-    "llm": CORE | {"load"},
+    "chat": CORE,
+    "receipt": CORE | {"load"},
+    "llm": CORE | {"load", "chat", "receipt"},
+    "params": CORE,
+    "session": EDGES | {"chat", "params"},
+    "async_llm": EDGES | {"chat"},
+    "batch_file": EDGES | {"chat", "params"},
     "build": CORE | {"load", "llm"},
+    "export": EDGES,
     "verify": EDGES,
     "bench": EDGES,
     "evals": EDGES,
-    "cli": EDGES | {"verify", "bench", "evals"},
+    "cli": EDGES | {"export", "verify", "bench", "evals", "chat", "params", "session", "batch_file"},
     "server": EDGES,
     "__main__": {"cli"},
     "demo": set(),
@@ -125,7 +134,7 @@ def test_importing_the_package_loads_nothing_heavy(statement: str, heavy: set[st
 def test_public_names() -> None:
     import kittiwake
 
-    assert dir(kittiwake) == ["KittiwakeError", "LLM", "SamplingParams", "__version__"]
+    assert dir(kittiwake) == ["AsyncLLM", "KittiwakeError", "LLM", "SamplingParams", "__version__"]
     assert kittiwake.SamplingParams().max_tokens > 0
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = kittiwake.nonsense

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,24 @@ from typing import Any
 from kittiwake import __version__
 from kittiwake.device import cache_dir, processor_name, usable_cores
 
-PACKAGES = ("torch", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "pyrwkv-tokenizer", "triton")
+TESTED = {
+    "torch": ("2.11", "2.15"),
+    "numpy": ("2.1", "2.5"),
+    "numba": ("0.61", "0.69"),
+    "safetensors": ("0.6", "0.9"),
+    "gguf": ("0.19", "0.20"),
+    "tokenizers": ("0.22", "0.24"),
+    "pyrwkv-tokenizer": ("0.9.1", "0.10"),
+    "click": ("8.2", "9"),
+    "rich": ("14", "16"),
+    "jinja2": ("3.1.6", "4"),
+}
+"""Versions that the tests run with, from the first up to but not with the second: the ranges of pyproject.toml."""
+TESTED_PYTHON = ("3.11", "3.14")
+PACKAGES = (
+    "torch", "numpy", "numba", "llvmlite", "safetensors", "gguf", "tokenizers", "pyrwkv-tokenizer", "click", "rich", "jinja2",
+    "triton",
+)  # fmt: skip
 # Features that decide which of our kernels and of the library's are used.
 FEATURES = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16", "avx_vnni", "asimd",
@@ -66,6 +84,30 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def checked_versions() -> list[dict[str, Any]]:
+    """Python and every package with a tested range: what is installed, the range, and whether the one is in the other."""
+    found: dict[str, str | None] = {"Python": platform.python_version()}
+    installed = package_versions()
+    found |= {name: installed.get(name) for name in TESTED}
+    rows = []
+    for name, number in found.items():
+        low, high = TESTED_PYTHON if name == "Python" else TESTED[name]
+        is_tested = number is not None and _numbers(low) <= _numbers(number) < _numbers(high)
+        rows.append({"name": name, "installed": number, "tested": f">={low},<{high}", "ok": is_tested})
+    return rows
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" → (2, 13, 0)."""
+    numbers = []
+    for part in text.partition("+")[0].split("."):
+        digits = re.match(r"\d+", part)
+        if digits is None:
+            break
+        numbers.append(int(digits[0]))
+    return tuple(numbers)
 
 
 def processor_features() -> list[str]:

@@ -142,9 +142,62 @@ def new_folder(target: Path) -> Iterator[Path]:
         _sync_folder(target.parent)
 
 
+@contextmanager
+def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """The path of a hidden file beside ``target`` to write; synced and renamed to ``target`` at the end.
+
+    As :func:`new_folder`, for one file. ``replace`` allows a target that is a file already: it is replaced whole, in
+    one step.
+    """
+    check_new_file(target, replace=replace)
+    partial = target.parent / f".{target.name[:40]}.partial-{secrets.token_hex(6)}"
+    try:
+        yield partial
+        with writing(target):
+            _sync_file(partial)
+            if replace:
+                partial.replace(target)
+            else:
+                _link_new(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    with suppress(OSError):
+        _sync_folder(target.parent)
+
+
+def check_new_file(target: Path, *, replace: bool = False) -> None:
+    """Raise OutputError where :func:`new_file` would, so that it is told before the work."""
+    if not replace:
+        _check_target(target)
+        return
+    with writing(target), suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(target.lstat().st_mode):
+            raise OutputError(f"{target} is not a regular file", "choose another name")
+        return
+    _check_target(target)
+
+
+def _link_new(partial: Path, target: Path) -> None:
+    """Give a file a name that is free: a link fails where the name is taken, a rename would not."""
+    try:
+        target.hardlink_to(partial)
+    except FileExistsError:
+        raise _exists(target) from None
+    except OSError:  # a file system without hard links
+        _rename_new(partial, target)
+        return
+    partial.unlink()
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _check_target(target: Path) -> None:
     if target.name in ("", "..") or "\0" in str(target):
-        raise OutputError(f"{target} does not name a new folder", "give a name that does not exist yet")
+        raise OutputError(f"{target} does not name a new folder or file", "give a name that does not exist yet")
     # Not lexists: it says False for a name that is too long, which should be told before the work.
     with writing(target), suppress(FileNotFoundError, NotADirectoryError):
         target.lstat()

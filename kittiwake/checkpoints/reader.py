@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ MAX_HEADER_BYTES = 100_000_000
 """The most a safetensors header may hold; the ``safetensors`` library has the same limit."""
 
 _PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".pkl")
-_EXPECTED = "expected a PyTorch .pth, a .safetensors file, or a folder that holds one of them or a kittiwake bundle"
+_EXPECTED = (
+    "expected a PyTorch .pth, a .safetensors or .gguf file, or a folder that holds one of them or a kittiwake bundle"
+)
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,22 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    """What ``read`` gives."""
+    packing: str = ""
+    """The file's own type (such as "Q8_0") where that is none of torch's: ``read`` unpacks it."""
+    packed_bytes: int = 0
+    unreadable: str = ""
+    """Why ``read`` refuses it, as what comes after its name in a sentence; empty where it does not."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        """Size of the data in bytes, unpacked."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the data in the file."""
+        return self.packed_bytes if self.packing else self.nbytes
 
 
 class TensorSource(Protocol):
@@ -47,9 +58,9 @@ class TensorSource(Protocol):
 
     path: Path
     format: str
-    """"pth", "safetensors" or "bundle"."""
+    """"pth", "safetensors", "gguf" or "bundle"."""
     config: Mapping[str, Any] | None
-    """The config.json that came with it, if any."""
+    """The config.json that came with it, if any; of a GGUF file its metadata."""
 
     def infos(self) -> Sequence[TensorInfo]:
         """Every tensor in the source, in file order."""
@@ -118,9 +129,14 @@ class FileSource:
         raise NotImplementedError
 
     def digest(self, progress: Progress | None = None) -> str:
-        """sha-256 in hex, computed once: of the one file, or over the lines ``HEX  NAME\\n`` of several, by name."""
+        """sha-256 in hex, computed once: of the one file, or over the lines ``HEX  NAME\\n`` of several, by name.
+
+        May be asked for after close(). Raises CheckpointError when a file changed since it was opened.
+        """
         if self._digest is None:
             digests = {path.name: sha256_file(path, progress) for path in sorted(self._digest_files)}
+            for stamp in self._files:
+                stamp.check_unchanged()
             lines = "".join(f"{value}  {name}\n" for name, value in digests.items())
             single = len(digests) == 1
             self._digest = next(iter(digests.values())) if single else hashlib.sha256(lines.encode()).hexdigest()
@@ -142,9 +158,10 @@ def open_checkpoint(path: str | Path, *, verify_digests: bool = True, progress: 
 
     - a zip or legacy pickle written by ``torch.save``, read without running code from it;
     - a ``.safetensors`` file;
+    - a GGUF file;
     - a folder with ``manifest.json``: a bundle (``verify_digests`` and ``progress`` go to ``read_bundle``);
     - a folder with ``model.safetensors`` or ``model.safetensors.index.json``, its ``config.json`` read strictly if there;
-    - a folder with exactly one file named ``.safetensors``, ``.pth``, ``.pt`` or ``pytorch_model.bin``.
+    - a folder with exactly one file named ``.safetensors``, ``.pth``, ``.pt``, ``.gguf`` or ``pytorch_model.bin``.
 
     Raises CheckpointError (BundleError for a bundle) naming the path, what was found and what to do.
     """
@@ -185,7 +202,7 @@ def _pick_file(folder: Path, names: Sequence[str]) -> str:
     """The one file that is meant. ``model.safetensors`` comes first: its folder often holds the same as a pickle too."""
     if "model.safetensors" in names:
         return "model.safetensors"
-    suffixes = (".safetensors", ".pth", ".pt")
+    suffixes = (".safetensors", ".pth", ".pt", ".gguf")
     found = [n for n in names if (n.endswith(suffixes) and not n.startswith(".")) or n == "pytorch_model.bin"]
     if len(found) == 1:
         return found[0]
@@ -212,7 +229,8 @@ def _open_file(path: Path, config: Mapping[str, Any] | None, config_files: Seque
     except OSError as err:
         raise CheckpointError(f"{path} cannot be read: {err.strerror}") from None
     # Asked first: the length that a safetensors file starts with may spell the first letter of anything else.
-    looks_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
+    looks_gguf = head[:4] == b"GGUF"
+    looks_safetensors = not looks_gguf and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
     if not looks_safetensors:
         _refuse_known_strangers(path, head)
     if looks_safetensors or path.suffix == ".safetensors":
@@ -223,6 +241,10 @@ def _open_file(path: Path, config: Mapping[str, Any] | None, config_files: Seque
         from kittiwake.checkpoints.pth import open_pth
 
         return open_pth(stamp, config, config_files)
+    if looks_gguf or path.suffix == ".gguf":
+        from kittiwake.checkpoints.gguf import open_gguf
+
+        return open_gguf(stamp)
     raise CheckpointError(f"{path} is of an unknown kind: it starts with {quoted(head[:16])}", _EXPECTED)
 
 
@@ -237,7 +259,5 @@ def _refuse_known_strangers(path: Path, head: bytes) -> None:
         raise CheckpointError(
             f"{path} is a web page, not a checkpoint", "download the file itself, not the page about it"
         )
-    if head.startswith(b"GGUF"):
-        raise CheckpointError(f"{path} is a GGUF file, which kittiwake does not read yet", _EXPECTED)
     if text.startswith((b"{", b"[")):
         raise CheckpointError(f"{path} is a JSON text, not tensors", "give the folder that it belongs to")

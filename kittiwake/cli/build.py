@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kittiwake.cli.options import FILE, tokenizer_option
+from kittiwake.cli.options import FILE, engine_config, group_norm_option, tokenizer_option
 from kittiwake.cli.output import ProgressBars, note
 
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -17,8 +17,9 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 @click.option("--out", "-o", type=FILE, required=True, help="the folder to write; it must not exist")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", help="how product weights are stored")
 @tokenizer_option
-@click.option("--chat-template", type=FILE, help="a Jinja file that goes into the bundle")
+@click.option("--chat-template", type=FILE, help="a Jinja file, instead of the one beside CHECKPOINT")
 @click.option("--goldens", type=click.IntRange(0), default=8, help="greedy answers to record, for verify to replay")
+@group_norm_option
 @click.option("--max-shard-mb", type=click.IntRange(1), help="most MB (10^6 bytes) of a weight file  [default: 2 GiB]")
 def build(
     checkpoint: Path,
@@ -29,7 +30,7 @@ def build(
     goldens: int,
     max_shard_mb: int | None,
 ) -> None:
-    """Turn CHECKPOINT (.pth, safetensors file or folder) into a bundle.
+    """Turn CHECKPOINT (.pth, safetensors, GGUF, or a folder of them) into a bundle.
 
     Weights, tokenizer, chat template and goldens go into one folder with digests of every file. It is written beside
     OUT under a hidden name and renamed when whole, so that OUT is never half a bundle.
@@ -47,6 +48,7 @@ def build(
             chat_template=None if chat_template is None else read_plain_text(chat_template),
             goldens=goldens,
             max_shard_bytes=DEFAULT_SHARD_BYTES if max_shard_mb is None else max_shard_mb * 1_000_000,
+            group_norm_eps=engine_config().group_norm_eps,
             progress=progress,
         )
     note(f"wrote {path}")

@@ -14,6 +14,8 @@ from kittiwake.device import SPIN_COUNT
 from kittiwake.errors import KittiwakeError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kittiwake.config import EngineConfig
     from kittiwake.load import Loaded
 
@@ -40,7 +42,7 @@ def doctor(context: click.Context, model: Path | None, device: str, dtype: str, 
 
 def examine(model: Path | None, config: EngineConfig) -> dict[str, Any]:
     """Everything doctor knows, as JSON values. Errors of a model that was named are raised; the packaged one's are told."""
-    from kittiwake.bench.machine import describe_machine
+    from kittiwake.bench.machine import checked_versions, describe_machine
     from kittiwake.load import load_model
 
     machine = describe_machine()
@@ -54,11 +56,16 @@ def examine(model: Path | None, config: EngineConfig) -> dict[str, Any]:
             raise
         warnings.append(f"the packaged model cannot be loaded: {error}")
     runtime = describe_runtime(loaded.threads if loaded else config.threads)
-    warnings += advice(machine, runtime)
+    described = None if loaded is None else describe_loaded(loaded)
+    versions = checked_versions()
+    warnings += version_advice(versions) + advice(machine, runtime)
+    if described is not None:
+        warnings += model_advice(described, machine)
     return {
         "machine": machine,
+        "versions": versions,
         "runtime": runtime,
-        "model": None if loaded is None else describe_loaded(loaded),
+        "model": described,
         "warnings": warnings,
     }
 
@@ -66,6 +73,7 @@ def examine(model: Path | None, config: EngineConfig) -> dict[str, Any]:
 def describe_loaded(loaded: Loaded) -> dict[str, Any]:
     """What came out of loading: sizes in bytes, times in ms, and the model's own account of what was picked and proved."""
     config = loaded.model.config
+    picked = loaded.model.describe()
     return {
         "path": str(loaded.path),
         "format": loaded.format,
@@ -77,8 +85,15 @@ def describe_loaded(loaded: Loaded) -> dict[str, Any]:
         "weight_bytes_per_step": loaded.model.weight_bytes,
         "state_bytes_per_sequence": loaded.model.state_spec.slot_bytes,
         "load_ms": round(loaded.load_ms, 1),
-        "picked": loaded.model.describe(),
+        "picked": picked,
+        "proved": describe_proof(picked.get("products", ())),
     }
+
+
+def describe_proof(products: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many shapes of products the load-time probe found equal bit for bit in torch and in our kernel, and which not."""
+    unproved = [[row["depth"], row["columns"]] for row in products if not row["wide_from"]]
+    return {"shapes": len(products), "equal_bits": len(products) - len(unproved), "own_kernel_only": unproved}
 
 
 def describe_runtime(threads: int) -> dict[str, Any]:
@@ -136,9 +151,49 @@ def advice(machine: dict[str, Any], runtime: dict[str, Any]) -> list[str]:
             f"{machine['cache_folder']} cannot be written: kernels are compiled anew in every process; "
             "set KITTIWAKE_CACHE to a folder that can"
         )
+    if runtime.get("cuda_available"):
+        found.append("torch sees a GPU here; this version of kittiwake computes on the CPU only")
     available = machine["memory_available_bytes"]
     if available is not None and available < 1 << 30:
         found.append(f"only {human_bytes(available)} of memory are available")
+    return found
+
+
+def version_advice(versions: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each package that is missing or of a version no test has run with."""
+    found = []
+    for row in versions:
+        if row["installed"] is None:
+            found.append(f"{row['name']} is not installed; kittiwake needs {row['tested']}")
+        elif not row["ok"]:
+            found.append(
+                f"{row['name']} {row['installed']} was never tested with kittiwake ({row['tested']} was): "
+                "run kittiwake verify before trusting it"
+            )
+    return found
+
+
+def model_advice(model: dict[str, Any], machine: dict[str, Any]) -> list[str]:
+    """Sentences about what would make this model faster here."""
+    found = []
+    proof = model["proved"]
+    if proof["own_kernel_only"]:
+        found.append(
+            f"{len(proof['own_kernel_only'])} of {proof['shapes']} shapes of products have other bits in torch than in "
+            "our kernel, which serves every row count of them: long prompts are slower; another build of torch may agree"
+        )
+    if model["dtype"] == "fp32":
+        found.append(
+            "weights are kept as float32: --dtype bf16 halves the bytes read for a token, and rounds what is not bfloat16"
+        )
+    threads = model["picked"].get("threads", machine["usable_cores"])
+    if threads < machine["usable_cores"]:
+        found.append(f"{threads} of {machine['usable_cores']} usable cores are used: see --threads")
+    available = machine["memory_available_bytes"]
+    if available is not None and model["weight_bytes_per_step"] > available:
+        found.append(
+            f"the weights take {human_bytes(model['weight_bytes_per_step'])}, of memory {human_bytes(available)} are free"
+        )
     return found
 
 
@@ -155,12 +210,36 @@ def report_text(report: dict[str, Any]) -> str:
     for field in ("memory_bytes", "memory_available_bytes"):
         if machine[field] is not None:
             machine[field.removesuffix("_bytes")] = human_bytes(machine.pop(field))
-    sections: dict[str, Any] = {"machine": machine, "runtime": report["runtime"]}
+    ranged = {row["name"] for row in report["versions"]}
+    machine["other_packages"] = {name: one for name, one in machine.pop("packages").items() if name not in ranged}
+    versions = [
+        {
+            "package": row["name"],
+            "installed": row["installed"] or "–",
+            "tested": row["tested"],
+            "": "" if row["ok"] else "never tested",
+        }
+        for row in report["versions"]
+    ]
+    sections: dict[str, Any] = {"machine": machine, "versions": versions, "runtime": report["runtime"]}
     if report["model"] is not None:
         model = dict(report["model"])
         for field in ("weight_bytes_per_step", "state_bytes_per_sequence"):
             model[field.replace("_bytes", "")] = human_bytes(model.pop(field))
+        model["picked"] = {**model["picked"]}
+        if "products" in model["picked"]:
+            model["picked"]["products"] = [_product_row(row) for row in model["picked"]["products"]]
         sections["model"] = model
     lines = [outline(sections)]
     lines += [f"advice: {sentence}" for sentence in report["warnings"]] or ["nothing to advise"]
     return "\n".join(lines)
+
+
+def _product_row(row: dict[str, Any]) -> dict[str, Any]:
+    """One shape of products for people: [K, N], how K is summed, and what serves it."""
+    proved = (
+        f"torch from {row['wide_from']} rows, bits equal"
+        if row["wide_from"]
+        else "our kernel alone: torch's bits differ"
+    )
+    return {"K": row["depth"], "N": row["columns"], "sum in blocks of": row["k_block"], "picked and proved": proved}

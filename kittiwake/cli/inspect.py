@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kittiwake.cli.options import json_option, model_argument, tokenizer_option
+from kittiwake.cli.options import engine_config, group_norm_option, json_option, model_argument, tokenizer_option
 from kittiwake.cli.output import ProgressBars, emit_json, human_bytes, outline, table
 from kittiwake.errors import InputFileError, UsageError
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
     from kittiwake.checkpoints.bundle import Bundle
     from kittiwake.checkpoints.reader import TensorInfo, TensorSource
-    from kittiwake.families.contract import ModelConfig, Progress
+    from kittiwake.families.contract import Family, ModelConfig, Progress
 
+LONG_TEXT = 200
 AT_LOAD = (
     "every product weight is turned from the stored [N, K] (N outputs) to [K, N], tensor by tensor, into private "
     "memory; the embedding keeps its rows"
@@ -30,15 +32,19 @@ AT_LOAD = (
 @click.option("--tensors", is_flag=True, help="list every tensor with its type and shape")
 @click.option("--digest/--no-digest", default=True, help="read every byte for the sha-256, and check a bundle's")
 @tokenizer_option
+@group_norm_option
 @json_option
 def inspect(model: Path, tensors: bool, digest: bool, tokenizer: str | None, as_json: bool) -> None:
     """Tell what is in MODEL: format, family, sizes, types, tokenizer, digest, and whether kittiwake runs it.
 
-    Reads headers, and the data only for the digest. Exit code 0 for any readable file, of a known family or not; 3 for
-    one that cannot be read.
+    Where it does not run, the exact reason is told. Reads headers, and the data only for the digest. Exit code 0 for
+    any readable file, of a known family or not; 3 for one that cannot be read.
     """
+    eps = engine_config().group_norm_eps
     with ProgressBars() as progress:
-        report = examine(model, tokenizer=tokenizer, digest=digest, tensors=tensors, progress=progress)
+        report = examine(
+            model, tokenizer=tokenizer, digest=digest, tensors=tensors, group_norm_eps=eps, progress=progress
+        )
     if as_json:
         emit_json(report)
     else:
@@ -46,7 +52,13 @@ def inspect(model: Path, tensors: bool, digest: bool, tokenizer: str | None, as_
 
 
 def examine(
-    path: Path, *, tokenizer: str | None = None, digest: bool = True, tensors: bool = False, progress: Progress
+    path: Path,
+    *,
+    tokenizer: str | None = None,
+    digest: bool = True,
+    tensors: bool = False,
+    group_norm_eps: float | None = None,
+    progress: Progress,
 ) -> dict[str, Any]:
     """What is in the file or folder, as JSON values. Raises CheckpointError or BundleError for what cannot be read."""
     from kittiwake.checkpoints.bundle import read_bundle
@@ -59,11 +71,17 @@ def examine(
     source = open_checkpoint(path) if bundle is None else bundle.source
     try:
         infos = source.infos()
-        report: dict[str, Any] = {"path": str(path), "format": source.format, **_sizes(infos)}
+        report: dict[str, Any] = {
+            "path": str(path),
+            "format": source.format,
+            "architecture": _architecture(source, bundle),
+            **_sizes(infos),
+        }
         report["digest"] = source.digest(progress) if digest else None
-        report |= _fit(path, source, bundle, tokenizer)
+        report |= _fit(path, source, bundle, tokenizer, group_norm_eps)
         report["at_load"] = AT_LOAD if report["runs"] else None
         report["bundle"] = None if bundle is None else _describe_bundle(bundle)
+        report["metadata"] = _metadata(source)
         if tensors:
             report["tensor_list"] = [
                 {"name": info.name, "dtype": _dtype_name(info), "shape": list(info.shape)} for info in infos
@@ -73,65 +91,116 @@ def examine(
     return report
 
 
+def _architecture(source: TensorSource, bundle: Bundle | None) -> str | None:
+    """What the file calls itself, as far as it says anything."""
+    if bundle is not None:
+        return bundle.manifest.family
+    config = source.config or {}
+    named = config.get("general.architecture") or config.get("architectures") or config.get("model_type")
+    if isinstance(named, list) and named:
+        named = named[0]
+    return named if isinstance(named, str) else None
+
+
+def _metadata(source: TensorSource) -> dict[str, Any] | None:
+    """Settings that came with the tensors; long texts and arrays cut short."""
+    if source.config is None:
+        return None
+    return {key: _plain(value) for key, value in source.config.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a JSON value for people: floats that JSON cannot say and what is long as text."""
+    if isinstance(value, str) and len(value) > LONG_TEXT:
+        return f"{value[:LONG_TEXT]} ... ({len(value):,} characters)"
+    if value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)
+
+
 def _sizes(infos: Sequence[TensorInfo]) -> dict[str, Any]:
-    dtypes = Counter(_dtype_name(info) for info in infos)
+    """Counts and bytes as stored, in all and by type."""
+    dtypes: Counter[str] = Counter()
+    dtype_bytes: Counter[str] = Counter()
+    for info in infos:
+        dtypes[_dtype_name(info)] += 1
+        dtype_bytes[_dtype_name(info)] += info.stored_bytes
     return {
         "tensors": len(infos),
-        "parameters": sum(info.nbytes // info.dtype.itemsize for info in infos),
-        "bytes": sum(info.nbytes for info in infos),
+        "parameters": sum(math.prod(info.shape) for info in infos),
+        "bytes": dtype_bytes.total(),
         "dtypes": dict(sorted(dtypes.items())),
+        "dtype_bytes": dict(sorted(dtype_bytes.items())),
     }
 
 
 def _dtype_name(info: TensorInfo) -> str:
-    """torch.bfloat16 → "bf16"."""
+    """torch.bfloat16 → "bf16"; a packed type as its format calls it."""
     name = str(info.dtype).removeprefix("torch.")
-    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}.get(name, name)
+    return info.packing or {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}.get(name, name)
 
 
-def _fit(path: Path, source: TensorSource, bundle: Bundle | None, tokenizer: str | None) -> dict[str, Any]:
+def _fit(
+    path: Path, source: TensorSource, bundle: Bundle | None, tokenizer: str | None, group_norm_eps: float | None
+) -> dict[str, Any]:
     """Family, config and tokenizer, as far as each can be told, and what keeps kittiwake from running the model."""
-    found: dict[str, Any] = {"family": None, "config": None, "tokenizer": None, "runs": False, "why_not": None}
+    found: dict[str, Any] = dict.fromkeys(("family", "layout", "config", "origins", "memory", "tokenizer", "why_not"))
+    found["runs"] = False
     try:
-        name, config = _recognise(source, bundle)
-        found["family"] = name
+        family = _family(source, bundle)
+        found["family"] = family.name
+        config = _config(family, source, bundle).with_group_norm_eps(group_norm_eps)
+        origins = dict(config.origins)
+        found["layout"] = origins.pop("layout", None)
         found["config"] = {
             "layers": config.layers,
             "width": config.width,
             "vocab_size": config.vocab_size,
             **config.extra,
         }
-        found["tokenizer"] = _tokenizer(path, config.vocab_size, bundle, tokenizer)
+        found["origins"] = origins
+        found["memory"] = {f"{name}_bytes": count for name, count in family.footprint(config).items()}
+        found["tokenizer"] = _tokenizer(path, config.vocab_size, source, bundle, tokenizer)
         found["runs"] = True
     except (InputFileError, UsageError) as error:
         found["why_not"] = str(error)
     return found
 
 
-def _recognise(source: TensorSource, bundle: Bundle | None) -> tuple[str, ModelConfig]:
-    """Family name and config, every tensor checked. Raises ModelError or BundleError where no family takes them."""
-    from kittiwake.families.registry import recognise
+def _family(source: TensorSource, bundle: Bundle | None) -> Family:
+    """Raises ModelError or BundleError where no family takes the tensors; says then what they seem to be."""
+    from kittiwake.families.registry import family_named, recognise
+
+    return recognise(source) if bundle is None else family_named(bundle.manifest.family)
+
+
+def _config(family: Family, source: TensorSource, bundle: Bundle | None) -> ModelConfig:
+    """Sizes and constants, every tensor checked. Raises ModelError or BundleError."""
     from kittiwake.load import bundle_family
 
-    if bundle is None:
-        family = recognise(source)
-        return family.name, family.read_config(source)
-    family, config = bundle_family(bundle)
-    return family.name, config
+    return family.read_config(source) if bundle is None else bundle_family(bundle)[1]
 
 
-def _tokenizer(path: Path, vocab_size: int, bundle: Bundle | None, chosen: str | None) -> dict[str, Any]:
+def _tokenizer(
+    path: Path, vocab_size: int, source: TensorSource, bundle: Bundle | None, chosen: str | None
+) -> dict[str, Any]:
     """The tokenizer that loading would take. Raises TokenizerError where there is none that fits."""
-    from kittiwake.load import bundle_tokenizer, tokenizer_for
+    from kittiwake.load import bundle_tokenizer, find_tokenizer
     from kittiwake.text.tokenizer import check_fits
 
     if bundle is not None and chosen is None:
-        tokenizer = bundle_tokenizer(bundle)
+        tokenizer, origin = bundle_tokenizer(bundle), "manifest"
         check_fits(tokenizer, vocab_size)
     else:
-        tokenizer = tokenizer_for(path, vocab_size, chosen)
+        found = find_tokenizer(path, vocab_size, chosen, source)
+        tokenizer, origin = found.tokenizer, found.origin
     return {
         "kind": tokenizer.kind,
+        "found_by": origin,
         "vocab_size": tokenizer.vocab_size,
         "eos_ids": list(tokenizer.eos_ids),
         "digest": tokenizer.digest(),
@@ -165,7 +234,18 @@ def report_text(report: dict[str, Any]) -> str:
     shown = {key: value for key, value in report.items() if key not in ("tensor_list", "runs", "why_not", "at_load")}
     shown["parameters"] = f"{report['parameters']:,}"
     shown["bytes"] = f"{report['bytes']:,} ({human_bytes(report['bytes'])})"
-    lines = [outline(shown)]
+    shown["dtypes"] = [
+        {"type": name, "tensors": count, "size": human_bytes(shown["dtype_bytes"][name])}
+        for name, count in report["dtypes"].items()
+    ]
+    del shown["dtype_bytes"]
+    if report["memory"] is not None:
+        shown["memory"] = {
+            "weights as fp32": human_bytes(report["memory"]["fp32_bytes"]),
+            "weights as bf16": human_bytes(report["memory"]["bf16_bytes"]),
+            "state of a sequence": human_bytes(report["memory"]["state_bytes"]),
+        }
+    lines = [outline({key: value for key, value in shown.items() if value is not None})]
     if "tensor_list" in report:
         rows = [("tensor", "type", "shape")]
         rows += [(one["name"], one["dtype"], " × ".join(map(str, one["shape"]))) for one in report["tensor_list"]]

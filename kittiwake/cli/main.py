@@ -14,11 +14,14 @@ from collections.abc import Sequence
 import click
 
 from kittiwake import __version__
+from kittiwake.cli.batch import batch
 from kittiwake.cli.bench import bench
 from kittiwake.cli.build import build
+from kittiwake.cli.chat import chat
 from kittiwake.cli.doctor import doctor
 from kittiwake.cli.eval_bits import bits
 from kittiwake.cli.eval_lambada import lambada
+from kittiwake.cli.export import export
 from kittiwake.cli.inspect import inspect
 from kittiwake.cli.output import print_error
 from kittiwake.cli.run import run
@@ -51,7 +54,7 @@ def evaluate() -> None:
 
 evaluate.add_command(lambada)
 evaluate.add_command(bits)
-for command in (run, verify, bench, inspect, doctor, build, evaluate):
+for command in (run, chat, batch, export, verify, bench, inspect, doctor, build, evaluate):
     cli.add_command(command)
 
 

@@ -39,8 +39,25 @@ def model_argument(*, required: bool = False) -> Callable[[F], F]:
     return click.argument("model", required=required, type=FILE, metavar="MODEL" if required else "[MODEL]")
 
 
+_GROUP_NORM_EPS = "kittiwake.group_norm_eps"
+
+
+def group_norm_option(function: F) -> F:
+    """--group-norm-eps. A rare option of every command that loads: it is kept beside the context, where
+    :func:`engine_config` takes it from, and not handed to the command."""
+
+    def keep(context: click.Context, _: click.Parameter, value: float | None) -> None:
+        context.meta[_GROUP_NORM_EPS] = value
+
+    option = click.option(
+        "--group-norm-eps", type=float, expose_value=False, callback=keep, help=field_help()["group_norm_eps"]
+    )
+    return option(function)
+
+
 def engine_options(function: F) -> F:
-    """--device, --dtype and --threads."""
+    """--device, --dtype, --threads and --group-norm-eps."""
+    function = group_norm_option(function)
     default, text = EngineConfig(), field_help()
     for option in (
         click.option("--threads", type=click.IntRange(0), default=default.threads, help=text["threads"]),
@@ -72,8 +89,10 @@ def seed_option(help_text: str) -> Callable[[F], F]:
     return click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help=help_text)
 
 
-def engine_config(*, device: str, dtype: str, threads: int, **more: int) -> EngineConfig:
+def engine_config(*, device: str = "auto", dtype: str = "auto", threads: int = 0, **more: int) -> EngineConfig:
     """The options as an EngineConfig, and numba's pool made large enough for them (it is read once, at import)."""
     if threads > usable_cores():
         os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
-    return EngineConfig(device=device, dtype=dtype, threads=threads, **more)
+    context = click.get_current_context(silent=True)
+    eps = None if context is None else context.meta.get(_GROUP_NORM_EPS)
+    return EngineConfig(device=device, dtype=dtype, threads=threads, group_norm_eps=eps, **more)

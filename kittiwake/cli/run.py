@@ -22,8 +22,16 @@ from kittiwake.cli.options import (
     tokenizer_option,
 )
 from kittiwake.cli.output import ProgressBars, emit_json, note, rounded
+from kittiwake.cli.states import StateFiles, state_options, take_state_files
 from kittiwake.config import EngineConfig
-from kittiwake.engine.request import SamplingParams
+from kittiwake.engine.request import (
+    MAX_SAMPLES,
+    MAX_TOP_LOGPROBS,
+    SAMPLING_ORDERS,
+    Completion,
+    SamplingParams,
+    TokenLogprob,
+)
 from kittiwake.errors import InputFileError, UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +78,46 @@ class StreamFigures:
 @click.option(
     "--min-tokens", type=click.IntRange(0), default=SamplingParams.min_tokens, help="do not end before so many"
 )
+@click.option(
+    "--min-p", type=float, default=SamplingParams.min_p, help="drop what is less than p times as likely as the best"
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    default=SamplingParams.presence_penalty,
+    help="taken once from the logit of every token drawn before",
+)
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    default=SamplingParams.frequency_penalty,
+    help="taken from it once for each time it was drawn",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    default=SamplingParams.repetition_penalty,
+    help="divides positive, multiplies negative logits of tokens in prompt or answer; 1: off",
+)
+@click.option(
+    "--logit-bias", multiple=True, metavar="ID=VALUE", help="add to a token's logit, -100 bans it; may be given again"
+)
+@click.option(
+    "--sampling-order",
+    type=click.Choice(SAMPLING_ORDERS),
+    default=SamplingParams.sampling_order,
+    help="rwkv: filter on the probabilities before the temperature, as RWKV's own tools do",
+)
+@click.option("--n", type=click.IntRange(1, MAX_SAMPLES), default=SamplingParams.n, help="answer so many times")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, MAX_TOP_LOGPROBS),
+    metavar="N",
+    help="with --json: each token's log-probability, and those of the N likeliest in its place",
+)
 @click.option("--chunk", type=click.IntRange(0), default=EngineConfig.prefill_chunk, help=field_help()["prefill_chunk"])
+@click.option("--receipt", is_flag=True, help="with --json: what the answer's bits depend on (docs/receipt.md)")
+@state_options
 @tokenizer_option
 @engine_options
 @json_option
@@ -84,6 +131,7 @@ def run(
     device: str,
     dtype: str,
     threads: int,
+    receipt: bool,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -91,37 +139,80 @@ def run(
 
     The answer depends on the model, the prompt and the sampling options alone: run it twice and it is the same.
     """
+    states = take_state_files(sampling)
     params = sampling_params(**sampling)
     if echo and as_json:
         raise UsageError("--echo and --json contradict each other", "the JSON document holds the answer only")
-    text = read_prompt(prompt, prompt_file)
-    config = engine_config(device=device, dtype=dtype, threads=threads, slots=1, prefill_chunk=chunk)
+    if receipt and not as_json:
+        raise UsageError("--receipt needs --json", "the receipt is part of the JSON document")
+    if params.logprobs and not as_json:
+        raise UsageError("--logprobs needs --json", "log-probabilities are part of the JSON document")
+    if params.n > 1 and states.save_state is not None:
+        raise UsageError(f"--save-state saves one state, --n {params.n} ends in several")
+    states.check_target()
+    text = read_prompt(prompt, prompt_file, may_be_empty=states.load_state is not None)
+    config = engine_config(
+        device=device, dtype=dtype, threads=threads, slots=min(params.n, EngineConfig.slots), prefill_chunk=chunk
+    )
     from kittiwake.llm import LLM
 
     with ProgressBars() as progress:
         llm = LLM(model, tokenizer=tokenizer, config=config, progress=progress)
     with llm:
         if as_json:
-            emit_json(answer_document(llm, text, params))
+            document = answer_document(llm, text, params, states)
+            emit_json({**document, "receipt": llm.receipt(progress)} if receipt else document)
+        elif params.n > 1:
+            print_answers(llm, text, params, states, echo=echo)
         else:
             if echo:
                 click.echo(click.style(text, bold=True), nl=False)  # bold on a terminal only
-            note(summary(stream_answer(llm, text, params), llm.loaded.load_ms))
+            note(summary(stream_answer(llm, text, params, states), llm.loaded.load_ms))
 
 
 def sampling_params(
-    *, stop_token_id: tuple[int, ...], temperature: float, top_p: float | None, **rest: Any
+    *,
+    stop_token_id: tuple[int, ...],
+    temperature: float,
+    top_p: float | None,
+    logit_bias: tuple[str, ...] = (),
+    logprobs: int | None = None,
+    **rest: Any,
 ) -> SamplingParams:
     """The options as SamplingParams. A top-p that was not given gives way to greedy decoding."""
     if top_p is None:
         top_p = 1.0 if temperature == 0 else TOP_P
-    return SamplingParams(temperature=temperature, top_p=top_p, stop_token_ids=stop_token_id, **rest)
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        stop_token_ids=stop_token_id,
+        logit_bias=read_biases(logit_bias),
+        logprobs=logprobs is not None,
+        top_logprobs=logprobs or 0,
+        **rest,
+    )
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def read_biases(texts: tuple[str, ...]) -> dict[int, float]:
+    """ "42=-1.5" → {42: -1.5}. Raises UsageError for what is not of that form, and for a token named twice."""
+    biases: dict[int, float] = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            pair = int(token), float(value)
+        except ValueError:
+            raise UsageError(f"--logit-bias takes ID=VALUE such as 42=-1.5, got {text!r}") from None
+        if pair[0] in biases:
+            raise UsageError(f"--logit-bias names token {pair[0]} twice")
+        biases[pair[0]] = pair[1]
+    return biases
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None, *, may_be_empty: bool = False) -> str:
     """The prompt from whichever place was named; from a file or stdin one newline at the end is dropped.
 
-    Raises UsageError for none, two or an empty one, InputFileError for a file that cannot be read.
+    Raises UsageError for two, and for none or an empty one unless it ``may_be_empty``; InputFileError for a file that
+    cannot be read.
     """
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file contradict each other", "give one of them")
@@ -133,10 +224,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         except OSError as error:
             raise InputFileError(f"{prompt_file}: {error.strerror}") from error
     elif sys.stdin is None or sys.stdin.isatty():
+        if may_be_empty:
+            return ""
         raise UsageError("there is no prompt", "give --prompt TEXT, --prompt-file FILE, or pipe text in")
     else:
         text = _decode(sys.stdin.buffer.read(), "stdin")
-    if not text:
+    if not text and not may_be_empty:
         raise UsageError("the prompt is empty", "a prompt needs at least one character")
     return text
 
@@ -149,10 +242,14 @@ def _decode(raw: bytes, source: str) -> str:
     return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
-def answer_document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
-    """The whole answer as the JSON contract has it; times in ms."""
-    completion = llm.generate(prompt, params)[0]
-    return {
+def answer_document(llm: LLM, prompt: str, params: SamplingParams, states: StateFiles) -> dict[str, Any]:
+    """The whole answer as the JSON contract has it; times in ms.
+
+    ``logprobs``, ``state`` and, for several samples, ``choices`` are there only when asked for; the rest is sample 0.
+    """
+    completion = llm.generate(prompt, params, **states.start(llm))[0]
+    saved = states.save(llm, completion.state)
+    document = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_tokens": completion.prompt_tokens,
@@ -166,15 +263,55 @@ def answer_document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, 
             }
         ),
     }
+    if completion.logprobs is not None:
+        document["logprobs"] = [logprob_document(one) for one in completion.logprobs]
+    if params.n > 1:
+        document["choices"] = [choice_document(index, one) for index, one in enumerate(completion.choices)]
+    if saved is not None:
+        document["state"] = saved
+    return document
 
 
-def stream_answer(llm: LLM, prompt: str, params: SamplingParams) -> StreamFigures:
-    """Write the answer to stdout as it comes, a newline after it, and return what it took."""
+def choice_document(index: int, completion: Completion) -> dict[str, Any]:
+    """One of several samples."""
+    document = {
+        "index": index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "completion_tokens": completion.completion_tokens,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        document["logprobs"] = [logprob_document(one) for one in completion.logprobs]
+    return document
+
+
+def logprob_document(one: TokenLogprob) -> dict[str, Any]:
+    """A drawn token and the likeliest in its place; ``bytes`` because a token may be part of a character."""
+    return {**_one_logprob(one), "top": [_one_logprob(other) for other in one.top]}
+
+
+def _one_logprob(one: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": one.token_id, "text": one.text, "bytes": list(one.token_bytes), "logprob": one.logprob}
+
+
+def print_answers(llm: LLM, prompt: str, params: SamplingParams, states: StateFiles, *, echo: bool) -> None:
+    """Write several answers to stdout when all are there, each under a line with its number."""
+    choices = llm.generate(prompt, params, **states.start(llm))[0].choices
+    for index, completion in enumerate(choices, 1):
+        click.echo(click.style(f"--- {index} of {len(choices)} ---", dim=True))
+        click.echo((click.style(prompt, bold=True) if echo else "") + completion.text)
+
+
+def stream_answer(llm: LLM, prompt: str, params: SamplingParams, states: StateFiles) -> StreamFigures:
+    """Write the answer to stdout as it comes, a newline after it, save its state if asked, and return what it took."""
+    options = states.start(llm)
     started = time.perf_counter()
     first = last = started
     tokens = 0
     reason = "abort"
-    deltas = llm.stream(prompt, params)
+    deltas = llm.stream(prompt, params, **options)
+    state = None
     try:
         for delta in deltas:
             last = time.perf_counter()
@@ -184,11 +321,13 @@ def stream_answer(llm: LLM, prompt: str, params: SamplingParams) -> StreamFigure
             sys.stdout.write(delta.text)
             sys.stdout.flush()
             reason = delta.finish_reason or reason
+            state = delta.state or state
     finally:
         if isinstance(deltas, Generator):  # frees the request's slot when Ctrl-C or a closed pipe ends the loop
             deltas.close()
         sys.stdout.write("\n")
         sys.stdout.flush()
+    states.save(llm, state)
     return StreamFigures(1000 * (first - started), tokens, 1000 * (last - first), reason)
 
 

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kittiwake.engine.states import SavedState
 from kittiwake.errors import KittiwakeError, RequestError
+from kittiwake.ops.sampling.reference import derived_seed
 
 MAX_SEED = 2**63 - 1
+MAX_SAMPLES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_BIAS = 100.0
+"""The largest logit bias; its negative bans the token."""
+SAMPLING_ORDERS = ("standard", "rwkv")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is drawn. Checked when made: a value that cannot be honoured raises RequestError.
+    """How completions are drawn. Checked when made: a value that cannot be honoured raises RequestError.
 
-    ``temperature`` 0 is greedy (ties to the lowest id). Otherwise logits are divided by it, then ``top_k`` (0: off)
-    and ``top_p`` (1: off) filter, ties at the border kept. ``seed`` and the absolute position of a token key its noise,
-    so the same request draws the same tokens alone or in a crowd. ``stop`` strings are matched on text and not
-    emitted; ``stop_token_ids`` end the completion and are not part of its text. ``ignore_eos`` goes on past the
-    tokenizer's end-of-text; ``min_tokens`` bans ends of text and stop ids until that many tokens stand.
+    ``temperature`` 0 is greedy (ties to the lowest id). Otherwise logits are divided by it, then ``top_k`` (0: off),
+    ``top_p`` (1: off) and ``min_p`` (0: off) filter, ties at the border kept; ``sampling_order`` "rwkv" filters on the
+    probabilities before the temperature. ``seed`` and the absolute position of a token key its noise, so the same
+    request draws the same tokens alone or in a crowd. ``stop`` strings are matched on text and not emitted;
+    ``stop_token_ids`` end the completion and are not part of its text. ``ignore_eos`` goes on past the tokenizer's
+    end-of-text; ``min_tokens`` bans ends of text and stop ids until that many tokens stand.
+
+    Before all that ``logit_bias`` (token id → -100 to 100, -100 bans) is added, then ``repetition_penalty`` (1: off)
+    divides positive and multiplies negative logits of tokens in the prompt or drawn, and ``presence_penalty`` and
+    ``frequency_penalty`` are taken from the logits of drawn tokens, once and once a time. ``n`` completions share a
+    prompt; :meth:`for_sample` tells what each is drawn with. ``logprobs`` asks for the natural log of each drawn
+    token's probability, ``top_logprobs`` for that many of the likeliest beside it: the model's own, before bias,
+    penalties, temperature and filters.
     """
 
     max_tokens: int = 256
@@ -35,25 +49,39 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    sampling_order: str = "standard"
+    n: int = 1
+    logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_int("top_k", self.top_k, 0, None)
         _check_int("seed", self.seed, 0, MAX_SEED)
         _check_float("temperature", self.temperature, 0.0, None)
         _check_float("top_p", self.top_p, 0.0, 1.0)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
-        if self.top_p == 0.0:
-            raise RequestError("top_p must be above 0 and at most 1, got 0", "for greedy decoding set temperature to 0")
-        if self.temperature == 0.0 and (self.top_k != 0 or self.top_p != 1.0):
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_int("n", self.n, 1, MAX_SAMPLES)
+        _check_int("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        _check_bool("ignore_eos", self.ignore_eos)
+        _check_bool("logprobs", self.logprobs)
+        if self.sampling_order not in SAMPLING_ORDERS:
             raise RequestError(
-                f"temperature 0 is greedy and contradicts top_k {self.top_k} and top_p {self.top_p}",
-                "leave top_k at 0 and top_p at 1, or raise the temperature",
+                f"sampling_order must be one of {', '.join(SAMPLING_ORDERS)}, got {self.sampling_order!r}"
             )
+        self._check_together()
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         for text in self.stop:
@@ -62,11 +90,55 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, None)
 
+    def _check_together(self) -> None:
+        """Raise RequestError for values that contradict each other."""
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be above 0 and at most 1, got 0", "for greedy decoding set temperature to 0")
+        if self.temperature == 0.0 and (self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0):
+            raise RequestError(
+                f"temperature 0 is greedy and contradicts top_k {self.top_k}, top_p {self.top_p} and min_p {self.min_p}",
+                "leave top_k at 0, top_p at 1 and min_p at 0, or raise the temperature",
+            )
+        if self.temperature == 0.0 and self.n > 1:
+            raise RequestError(
+                f"temperature 0 would draw the same completion {self.n} times", "raise it, or leave n at 1"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs {self.top_logprobs} needs logprobs", "set logprobs to true")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether drawn tokens change the logits of later ones."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def for_sample(self, index: int) -> SamplingParams:
+        """What sample ``index`` of ``n`` is drawn with: a request with these parameters gives the same bits.
+
+        Sample 0 has the seed as it is, the others seeds derived from it (:func:`derived_seed`).
+        """
+        _check_int("the index of a sample", index, 0, self.n - 1)
+        return self if self.n == 1 else replace(self, n=1, seed=derived_seed(self.seed, index))
+
 
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if isinstance(values, bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {values!r}")
     return tuple(values)
+
+
+def _as_bias(biases: object) -> dict[int, float]:
+    """A copy of the mapping, in order of the ids. Raises RequestError for what is no bias."""
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {biases!r}")
+    for token, bias in biases.items():
+        _check_int("a token id of logit_bias", token, 0, None)
+        _check_float(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+    return {token: float(biases[token]) for token in sorted(biases)}
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:
@@ -100,13 +172,36 @@ class Timings:
 class KeptState:
     """A sequence to go on from: the state after ``tokens``, and the logits that follow them.
 
-    ``tokens`` are the prompt and every accepted token; text cut off by a stop string is not in it.
+    ``tokens`` are the prompt and every accepted token; text cut off by a stop string is not in it. A value: it belongs
+    to no slot, and any number of requests may start from the same one.
     """
 
     saved: SavedState
     tokens: tuple[int, ...]
-    logits: np.ndarray
-    """float32 [vocab]"""
+    logits: np.ndarray | None
+    """float32 [vocab]; None where nothing was seen yet, so that a request needs a prompt to go on."""
+    initial: str = ""
+    """sha-256 (hex) of the tuned state that the sequence began from; empty where it began from zeros."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and the natural log of its probability as the model gives it, whatever it was sampled with.
+
+    Over the whole vocabulary, before bias, bans, penalties, temperature and filters; float64.
+    """
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+    """Exact bytes, which may be part of a character; empty for ends of text and unused ids."""
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens in its place, likeliest first, ties to the lowest id; their own ``top`` is empty."""
+
+    @property
+    def text(self) -> str:
+        """The bytes as text, U+FFFD for what is no whole character."""
+        return self.token_bytes.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -124,6 +219,10 @@ class Delta:
     """Set on the last Delta of a request that asked to keep its state."""
     error: KittiwakeError | None = None
     """Why, when finish_reason is "error"."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of ``token_ids`` where the request asked for them."""
+    index: int = 0
+    """Which of the request's ``n`` completions this belongs to, where they are streamed together."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +234,19 @@ class Completion:
     prompt_tokens: int
     finish_reason: str
     timings: Timings = field(default_factory=Timings)
+    state: KeptState | None = None
+    """Where the request asked to keep it: the state after the last accepted token."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each of ``token_ids`` where the request asked for them."""
+    others: tuple[Completion, ...] = ()
+    """Samples 1 to n - 1 where the request asked for several; this one is sample 0."""
 
     @property
     def completion_tokens(self) -> int:
         """How many tokens were drawn."""
         return len(self.token_ids)
+
+    @property
+    def choices(self) -> tuple[Completion, ...]:
+        """All ``n`` samples of the request in order, this one first."""
+        return (self, *self.others)

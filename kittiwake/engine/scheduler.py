@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -11,12 +11,15 @@ import numpy as np
 from kittiwake.engine.answer import Answer
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.request import KeptState
+from kittiwake.engine.sampler import Adjustments
 from kittiwake.engine.states import SavedState, StateTable
 
 
 class Stage(Enum):
     """Where a request stands."""
 
+    HELD = "held"
+    """Waits for the prompt it shares with another request."""
     WAITING = "waiting"
     RUNNING = "running"
     SETTLING = "settling"
@@ -49,6 +52,10 @@ class Request:
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     finish_reason: str | None = None
+    adjustments: Adjustments | None = None
+    """Bias and penalties, made when the first token is drawn."""
+    followers: list[Request] = field(default_factory=list)
+    """Held until this one has eaten the prompt, then they go on from its state."""
 
     @property
     def due(self) -> int:
@@ -92,7 +99,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
+        request.stage = Stage.WAITING
         self.waiting.append(request)
+
+    def add_first(self, requests: list[Request]) -> None:
+        """Put requests at the head of the queue, in this order: they came with one that was served already."""
+        for request in requests:
+            request.stage = Stage.WAITING
+        self.waiting.extendleft(reversed(requests))
 
     def admit(self, now_s: float) -> None:
         """Give free slots to those who wait, in order."""
@@ -125,7 +139,7 @@ class Scheduler:
         """Take a request out, wherever it stands, and free its slot."""
         if request.stage is Stage.WAITING:
             self.waiting.remove(request)
-        elif request.stage is not Stage.DONE:
+        elif request.stage not in (Stage.DONE, Stage.HELD):
             self.running.remove(request)
             self._states.free(request.slot)
         request.stage = Stage.DONE

@@ -8,15 +8,19 @@ figure is a complete code length: without a begin token the first one costs log2
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kittiwake.errors import InputFileError
-from kittiwake.evals.documents import is_json_lines, read_plain_text, read_text_lines
+from kittiwake.evals.documents import is_json_lines, read_blocks, read_plain_text, read_text_lines
 from kittiwake.evals.subject import Subject, begin_token
 from kittiwake.families.contract import Progress
+from kittiwake.text.long_text import encode_blocks
+
+LONG_BYTES = 4 << 20
+BLOCK_CHARS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class DocumentBits:
             "tokens": self.tokens,
             "bits": round(self.bits, 3),
             "bits_per_byte": round(self.bits / self.utf8_bytes, 6),
+            "perplexity": perplexity(self.bits, self.tokens),
         }
 
 
@@ -91,6 +96,36 @@ def score_document(llm: Subject, document: Document, begin: int | None) -> Docum
     return DocumentBits(document.title, len(document.text.encode()), len(ids), bits)
 
 
+def is_long(path: Path) -> bool:
+    """Whether a plain text is so long that it is read, encoded and scored block by block."""
+    return not is_json_lines(path) and path.is_file() and path.stat().st_size > LONG_BYTES
+
+
+def score_long_file(llm: Subject, path: Path, *, bos: bool = False, progress: Progress | None = None) -> DocumentBits:
+    """As :func:`score_document` for a plain text of any size, in constant memory. Progress counts UTF-8 bytes."""
+    total, size, tokens = path.stat().st_size, 0, 0
+
+    def blocks() -> Iterator[str]:
+        nonlocal size
+        for block in read_blocks(path, BLOCK_CHARS):
+            size += len(block.encode())
+            yield block
+            if progress is not None:
+                progress("scoring", size, total)
+
+    def pieces() -> Iterator[Sequence[int]]:
+        nonlocal tokens
+        if bos:
+            yield [begin_token(llm.tokenizer)]
+        for ids in encode_blocks(llm.tokenizer, blocks()):
+            tokens += len(ids)
+            yield ids
+
+    sums = (math.fsum(found.tolist()) for found in llm.score_stream(pieces()))
+    bits = (0.0 if bos else math.log2(llm.vocab_size)) - math.fsum(sums) / math.log(2)
+    return DocumentBits(path.name, size, tokens, bits)
+
+
 def _bits(llm: Subject, ids: Sequence[int]) -> float:
     """-Σ log2 p of ids[1:], summed without rounding error so that the order of tokens cannot show."""
     return -math.fsum(llm.score(ids).tolist()) / math.log(2)
@@ -101,4 +136,15 @@ def totals(scored: Sequence[DocumentBits]) -> dict[str, Any]:
     size = sum(one.utf8_bytes for one in scored)
     bits = math.fsum(one.bits for one in scored)
     tokens = sum(one.tokens for one in scored)
-    return {"bits_per_byte": round(bits / size, 6), "bits": round(bits, 3), "bytes": size, "tokens": tokens}
+    return {
+        "bits_per_byte": round(bits / size, 6),
+        "bits": round(bits, 3),
+        "bytes": size,
+        "tokens": tokens,
+        "perplexity": perplexity(bits, tokens),
+    }
+
+
+def perplexity(bits: float, tokens: int) -> float:
+    """Of a token, all of them paid for; compares models with one tokenizer only."""
+    return float(f"{2 ** min(bits / tokens, 1023.0):.6g}")

@@ -50,6 +50,18 @@ def _parse(path: Path, number: int, line: str) -> tuple[str, str]:
     return str(row.get("title") or f"line {number}"), text
 
 
+def read_blocks(path: Path, chars: int = 1 << 20) -> Iterator[str]:
+    """A UTF-8 file as it is, line ends included, some ``chars`` at a time. Raises InputFileError."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            while block := file.read(chars):
+                yield block
+    except UnicodeDecodeError as error:
+        raise InputFileError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise InputFileError(f"{path}: {error.strerror}") from error
+
+
 def read_plain_text(path: Path) -> str:
     """A whole UTF-8 file as it is, line ends included. Raises InputFileError."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,9 @@ class Subject(Protocol):
 
     def score(self, ids: Sequence[int]) -> np.ndarray:
         """Natural-log probability of ids[1:], float64 [len(ids) - 1]."""
+
+    def score_stream(self, pieces: Iterable[Sequence[int]]) -> Iterator[np.ndarray]:
+        """The same of one text whose ids come in pieces."""
 
 
 def begin_token(tokenizer: Tokenizer) -> int:

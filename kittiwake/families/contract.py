@@ -5,8 +5,8 @@ Shape letters are fixed in ``kittiwake/ops/__init__.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
+from kittiwake.errors import UsageError
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, total)``: units are bytes or items, told by ``what``."""
@@ -29,6 +30,17 @@ class ModelConfig:
     width: int
     vocab_size: int
     extra: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict, compare=False)
+    """Where things came from, for people: ``layout``, and one entry for each constant in ``extra``. Never stored."""
+
+    def with_group_norm_eps(self, eps: float | None) -> ModelConfig:
+        """The same with another epsilon for the group norm; None changes nothing. Raises UsageError where there is none."""
+        if eps is None:
+            return self
+        if "group_norm_eps" not in self.extra:
+            raise UsageError(f"{self.family} has no group norm, so group_norm_eps cannot be {eps}", "leave it out")
+        extra = {**self.extra, "group_norm_eps": eps}
+        return replace(self, extra=extra, origins={**self.origins, "group_norm_eps": "option group_norm_eps"})
 
 
 class Model(Protocol):
@@ -41,8 +53,20 @@ class Model(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of weights one decode step reads (the embedding table counts one row, so: the products)."""
 
-    def forward(self, batch: Batch, states: StateTable) -> np.ndarray:
-        """Run packed rows; update the states of ``batch.slots``; return float32 logits [W, vocab] of ``batch.want_rows``."""
+    def forward(
+        self, batch: Batch, states: StateTable, *, hidden: Mapping[int, np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Run packed rows; update the states of ``batch.slots``; return float32 logits [W, vocab] of ``batch.want_rows``.
+
+        ``hidden`` asks for copies of the residual stream and changes no bit of anything else: each of its arrays,
+        float32 [N, C], is filled with what enters the layer that is its key, or for key L with what leaves the last.
+        """
+
+    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
+        """The parts of a state [L, *shape] that a tuned initial state sets, others zero; ``transpose`` turns its matrices.
+
+        Raises ModelError for a source that is no tuned state of this model, naming what is wrong.
+        """
 
     def describe(self) -> dict[str, Any]:
         """What was picked at load, and what was proved about it: JSON values for ``doctor``, ``inspect`` and receipts."""
@@ -67,6 +91,9 @@ class Family(Protocol):
 
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The same config from a bundle's manifest (``model`` section); raises BundleError naming a bad or unknown key."""
+
+    def footprint(self, config: ModelConfig) -> dict[str, int]:
+        """Bytes in memory: of the weights kept as "fp32" and as "bf16", and of one sequence's "state"."""
 
     def build(
         self,

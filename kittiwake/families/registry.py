@@ -35,6 +35,8 @@ def family_named(name: str) -> Family:
 
 def _guess(source: TensorSource) -> str:
     """A word on what a foreign checkpoint seems to be, or nothing."""
+    if source.format == "gguf":
+        return f"its architecture is {(source.config or {}).get('general.architecture')!r}; "
     names = {info.name for info in source.infos()}
     if any(".time_maa" in name for name in names):
         return "it seems to be RWKV-6; "
@@ -42,4 +44,5 @@ def _guess(source: TensorSource) -> str:
         return "it seems to be RWKV-5; " if "blocks.0.att.ln_x.weight" in names else "it seems to be RWKV-4; "
     if any("self_attn" in name or ".attn.c_attn" in name for name in names):
         return "it seems to be a transformer; "
-    return ""
+    kind = (source.config or {}).get("model_type")
+    return f"its config.json says {kind!r}; " if isinstance(kind, str) else ""

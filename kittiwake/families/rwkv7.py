@@ -1,164 +1,54 @@
-"""RWKV-7 ("x070"): config from tensor shapes, names, and the forward.
+"""RWKV-7 ("x070"): the family's side of the contract, and the forward.
 
-Sources: RWKV-LM, RWKV-v7/rwkv_v7_numpy.py; arXiv 2503.14456. Tensor names of ``.pth`` files are BlinkDL's.
+Sources: RWKV-LM, RWKV-v7/rwkv_v7_numpy.py; arXiv 2503.14456. Names are in rwkv7_names.py, settings in rwkv7_settings.py.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from kittiwake.checkpoints.reader import TensorInfo, TensorSource
+from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StatePart, StateSpec, StateTable
 from kittiwake.errors import BundleError, ModelError
 from kittiwake.families.contract import Model, ModelConfig, Progress
+from kittiwake.families.rwkv7_names import (
+    MIXES,
+    RANKS,
+    Sizes,
+    canonical_shapes,
+    check_tensor,
+    check_tensors,
+    find_layout,
+    listed,
+    ranks_of,
+    read_sizes,
+)
+from kittiwake.families.rwkv7_settings import Epsilons, is_epsilon, read_epsilons
+from kittiwake.families.rwkv_time_state import read_time_state
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
 from kittiwake.layers.probe import pick_products
 from kittiwake.ops.matmul.cpu import activate_columns
 from kittiwake.ops.shift_mix.cpu import PARALLEL_VALUES, embed_rows, norm_rows, shift_mix
 from kittiwake.ops.wkv7.cpu import time_mix
 
-NORM_EPS = 1e-5
-GROUP_NORM_EPS = 64e-5
-"""A constant of BlinkDL's files, whatever the head size."""
-_EPS, _GROUP_EPS = np.float32(NORM_EPS), np.float32(GROUP_NORM_EPS)
-MIXES = ("r", "w", "k", "v", "a", "g")
-RANKS = {"decay": "w", "iclr": "a", "value_residual": "v", "gate": "g"}
-"""Low-rank pairs: kittiwake's name → the letter in BlinkDL's names."""
-_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.(.+)")
-_OUTER = {
-    "emb.weight": "embedding.weight",
-    "blocks.0.ln0.weight": "embedding_norm.weight",
-    "blocks.0.ln0.bias": "embedding_norm.bias",
-    "ln_out.weight": "output_norm.weight",
-    "ln_out.bias": "output_norm.bias",
-    "head.weight": "head.weight",
-}
+_EXTRA = ("heads", "ffn", "ranks", "norm_eps", "group_norm_eps")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Everything the shapes of an RWKV-7 depend on."""
-
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    vocab: int
-    decay_rank: int
-    iclr_rank: int
-    value_residual_rank: int
-    gate_rank: int
-
-    @property
-    def head_size(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads
-
-
-def _block_names(layer: int) -> dict[str, str]:
-    """BlinkDL's name → ours, for one layer."""
-    names = {}
-    for ours, theirs in (("time_norm", "ln1"), ("channel_norm", "ln2"), ("time_mix.group_norm", "att.ln_x")):
-        for part in ("weight", "bias"):
-            names[f"{theirs}.{part}"] = f"{ours}.{part}"
-    for letter in MIXES:
-        names[f"att.x_{letter}"] = f"time_mix.mix_{letter}"
-    for rank, letter in RANKS.items():
-        if rank == "value_residual" and layer == 0:
-            continue
-        names[f"att.{letter}1"] = f"time_mix.{rank}_down"
-        names[f"att.{letter}2"] = f"time_mix.{rank}_up"
-        if rank != "gate":
-            names[f"att.{letter}0"] = f"time_mix.{rank}_bias"
-    for name in ("k_k", "k_a", "r_k"):
-        names[f"att.{name}"] = f"time_mix.{name}"
-    for name in ("receptance", "key", "value", "output"):
-        names[f"att.{name}.weight"] = f"time_mix.{name}.weight"
-    names |= {"ffn.x_k": "channel_mix.mix_k", "ffn.key.weight": "channel_mix.key.weight"}
-    names["ffn.value.weight"] = "channel_mix.value.weight"
-    return {f"blocks.{layer}.{theirs}": f"layers.{layer}.{ours}" for theirs, ours in names.items()}
-
-
-def _names(layers: int) -> dict[str, str]:
-    """BlinkDL's name → ours, for a whole model."""
-    names = dict(_OUTER)
-    for layer in range(layers):
-        names |= _block_names(layer)
-    return names
-
-
-_UNUSED_IN_FIRST_LAYER = {f"blocks.0.att.v{i}" for i in range(3)}
-
-
-def _canonical_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Our name → shape, products as [N, K]."""
-    width = (sizes.width,)
-    square = (sizes.width, sizes.width)
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (sizes.vocab, sizes.width)}
-    shapes |= {f"{norm}.{part}": width for norm in ("embedding_norm", "output_norm") for part in ("weight", "bias")}
-    shapes["head.weight"] = (sizes.vocab, sizes.width)
-    for layer in range(sizes.layers):
-        block: dict[str, tuple[int, ...]] = {}
-        for norm in ("time_norm", "channel_norm", "time_mix.group_norm"):
-            block |= {f"{norm}.weight": width, f"{norm}.bias": width}
-        block |= {f"time_mix.mix_{letter}": width for letter in MIXES}
-        for rank in RANKS:
-            if rank == "value_residual" and layer == 0:
-                continue
-            size = getattr(sizes, f"{rank}_rank")
-            block |= {f"time_mix.{rank}_down": (size, sizes.width), f"time_mix.{rank}_up": (sizes.width, size)}
-            if rank != "gate":
-                block[f"time_mix.{rank}_bias"] = width
-        block |= {f"time_mix.{name}": width for name in ("k_k", "k_a", "r_k")}
-        block |= {f"time_mix.{name}.weight": square for name in ("receptance", "key", "value", "output")}
-        block |= {
-            "channel_mix.mix_k": width,
-            "channel_mix.key.weight": (sizes.ffn, sizes.width),
-            "channel_mix.value.weight": (sizes.width, sizes.ffn),
-        }
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes
-
-
-def _stored_shape(name: str, sizes: Sizes) -> tuple[int, ...]:
-    """The shape BlinkDL's file has for a tensor of ours; vectors are compared without their leading ones."""
-    if name.endswith("time_mix.r_k"):
-        return (sizes.heads, sizes.head_size)
-    shape = _canonical_shapes_of(sizes)[name]
-    return shape[::-1] if name.endswith(("_down", "_up")) else shape
-
-
-_shape_cache: dict[Sizes, dict[str, tuple[int, ...]]] = {}
-
-
-def _canonical_shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    if sizes not in _shape_cache:
-        _shape_cache.clear()
-        _shape_cache[sizes] = _canonical_shapes(sizes)
-    return _shape_cache[sizes]
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[1, 1, C] → [C]; other shapes as they are."""
-    return shape[2:] if len(shape) == 3 and shape[:2] == (1, 1) else shape
-
-
-def _config(sizes: Sizes) -> ModelConfig:
+def _config(sizes: Sizes, layout: str, eps: Epsilons) -> ModelConfig:
     extra: dict[str, Any] = {
         "heads": sizes.heads,
         "ffn": sizes.ffn,
         "ranks": {rank: getattr(sizes, f"{rank}_rank") for rank in RANKS},
-        "norm_eps": NORM_EPS,
-        "group_norm_eps": GROUP_NORM_EPS,
+        "norm_eps": eps.norm,
+        "group_norm_eps": eps.group_norm,
     }
-    return ModelConfig("rwkv7", sizes.layers, sizes.width, sizes.vocab, extra)
+    origins = {"layout": layout, "norm_eps": eps.norm_origin, "group_norm_eps": eps.group_norm_origin}
+    return ModelConfig("rwkv7", sizes.layers, sizes.width, sizes.vocab, extra, origins)
 
 
 def _sizes(config: ModelConfig) -> Sizes:
@@ -173,72 +63,33 @@ class Rwkv7Family:
     name = "rwkv7"
 
     def recognises(self, source: TensorSource) -> bool:
-        """RWKV-7 is told by its bonus ``r_k``, which no other version has."""
-        return any(info.name == "blocks.0.att.r_k" for info in source.infos())
+        """RWKV-7 is told by its bonus ``r_k``, which no other version has, and in GGUF by the architecture."""
+        return find_layout(source) is not None
 
     def read_config(self, source: TensorSource) -> ModelConfig:
-        """Sizes from the tensors; every tensor is then checked by name and shape."""
-        infos = {info.name: info for info in source.infos()}
-        sizes = self._read_sizes(infos)
-        expected = _names(sizes.layers)
-        unknown = sorted(set(infos) - set(expected) - _UNUSED_IN_FIRST_LAYER)
-        if unknown:
-            raise ModelError(
-                f"{source.path} holds tensors RWKV-7 does not have: {_listed(unknown)}",
-                "variants such as v7a, v7b (DeepEmbed) and v8 are not supported",
-            )
-        missing = sorted(set(expected) - set(infos))
-        if missing:
-            raise ModelError(f"{source.path} lacks tensors of RWKV-7: {_listed(missing)}")
-        for theirs, ours in expected.items():
-            _check_tensor(infos[theirs], _stored_shape(ours, sizes), source)
-        return _config(sizes)
-
-    @staticmethod
-    def _read_sizes(infos: dict[str, TensorInfo]) -> Sizes:
-        def shape(name: str, dims: int) -> tuple[int, ...]:
-            if name not in infos:
-                raise ModelError(f"the checkpoint lacks {name}, which RWKV-7 is sized by")
-            found = infos[name].shape
-            if len(found) != dims or 0 in found:
-                raise ModelError(f"{name} has shape {found}, expected {dims} sizes above 0")
-            return found
-
-        found = {int(match[1]) for name in infos if (match := _BLOCK.fullmatch(name))}
-        layers = len(found)
-        if found != set(range(layers)):
-            first = min(set(range(layers)) - found)
-            raise ModelError(f"the checkpoint has layers up to {max(found)}, but layer {first} is missing")
-        vocab, width = shape("emb.weight", 2)
-        heads, head_size = shape("blocks.0.att.r_k", 2)
-        if heads * head_size != width:
-            raise ModelError(f"blocks.0.att.r_k has shape {(heads, head_size)}, whose product is not the width {width}")
-        ranks = {
-            f"{rank}_rank": shape(f"blocks.{min(1, layers - 1) if rank == 'value_residual' else 0}.att.{letter}1", 2)[1]
-            for rank, letter in RANKS.items()
-            if not (rank == "value_residual" and layers == 1)
-        }
-        ranks.setdefault("value_residual_rank", 0)
-        return Sizes(layers, width, heads, shape("blocks.0.ffn.key.weight", 2)[0], vocab, **ranks)
+        """Sizes from the tensors, every tensor checked by name and shape; epsilons from the settings, each key checked."""
+        layout = find_layout(source)
+        if layout is None:
+            raise ModelError(f"{source.path} does not hold the tensors of an RWKV-7")
+        sizes = read_sizes(layout, source)
+        eps = read_epsilons(layout, sizes, source.config, source.path)
+        check_tensors(layout, sizes, source)
+        return _config(sizes, layout.key, eps)
 
     def canonical(self, source: TensorSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """Our tensors one by one; products as [N, K], vectors as float32 [C]."""
-        if source.format == "bundle":
-            for name in _canonical_shapes(_sizes(config)):
+        shapes = canonical_shapes(_sizes(config))
+        layout = find_layout(source)
+        if layout is None:
+            for name in shapes:
                 yield name, source.read(name)
             return
-        shapes = _canonical_shapes(_sizes(config))
-        for theirs, ours in _names(config.layers).items():
-            tensor = source.read(theirs)
-            if ours.endswith(("_down", "_up")):
-                tensor = tensor.t()
-            elif len(shapes[ours]) == 1:
-                tensor = tensor.reshape(-1).float()
-            yield ours, tensor
+        for name, place in layout.places(config.layers).items():
+            yield name, place.take(source, shapes[name])
 
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The config a bundle's manifest gives; strict about keys and kinds."""
-        keys = {"layers", "width", "vocab_size", "heads", "ffn", "ranks", "norm_eps", "group_norm_eps"}
+        keys = {"layers", "width", "vocab_size", *_EXTRA}
         if set(model) != keys:
             raise BundleError(f"manifest model section has keys {sorted(model)}, rwkv7 needs {sorted(keys)}")
         if not isinstance(model["ranks"], dict) or set(model["ranks"]) != set(RANKS):
@@ -248,28 +99,41 @@ class Rwkv7Family:
             low = 0 if key == "value_residual" and model["layers"] == 1 else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise BundleError(f"manifest model.{key} must be a whole number of at least {low}, got {value!r}")
-        for key, supported in (("norm_eps", NORM_EPS), ("group_norm_eps", GROUP_NORM_EPS)):
-            if model[key] != supported:
-                raise BundleError(f"manifest model.{key} is {model[key]!r}; supported: {supported}")
+        for key in ("norm_eps", "group_norm_eps"):
+            if not is_epsilon(model[key]):
+                raise BundleError(f"manifest model.{key} is {model[key]!r}; supported: a number above 0 and below 1")
         if model["width"] % model["heads"]:
             raise BundleError(f"manifest model.width {model['width']} is not a multiple of heads {model['heads']}")
-        extra = {key: model[key] for key in ("heads", "ffn", "ranks", "norm_eps", "group_norm_eps")}
-        return ModelConfig("rwkv7", model["layers"], model["width"], model["vocab_size"], extra)
+        origins = {"layout": "bundle", "norm_eps": "manifest", "group_norm_eps": "manifest"}
+        extra = {key: model[key] for key in _EXTRA}
+        return ModelConfig("rwkv7", model["layers"], model["width"], model["vocab_size"], extra, origins)
 
     def check_canonical(self, source: TensorSource, config: ModelConfig) -> None:
         """Raise BundleError unless the source holds exactly the canonical tensors of this config."""
         infos = {info.name: info for info in source.infos()}
         if config.layers > len(infos):
             raise BundleError(f"{source.path} holds {len(infos)} tensors, its manifest asks for {config.layers} layers")
-        shapes = _canonical_shapes(_sizes(config))
+        shapes = canonical_shapes(_sizes(config))
         unknown, missing = sorted(set(infos) - set(shapes)), sorted(set(shapes) - set(infos))
         if unknown or missing:
             raise BundleError(
                 f"{source.path} does not hold the tensors its manifest asks for: "
-                f"unknown {_listed(unknown)}; missing {_listed(missing)}"
+                f"unknown {listed(unknown)}; missing {listed(missing)}"
             )
         for name, shape in shapes.items():
-            _check_tensor(infos[name], shape, source)
+            check_tensor(infos[name], shape, source)
+
+    def footprint(self, config: ModelConfig) -> dict[str, int]:
+        """Bytes in memory of the weights and of one state. Vectors are float32; the embedding may stay in its file."""
+        sizes = _sizes(config)
+        shapes = canonical_shapes(sizes).values()
+        matrices = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+        vectors = 4 * sum(shape[0] for shape in shapes if len(shape) == 1)
+        return {
+            "fp32": 4 * matrices + vectors,
+            "bf16": 2 * matrices + vectors,
+            "state": _state_spec(sizes).slot_bytes,
+        }
 
     def build(
         self,
@@ -282,7 +146,7 @@ class Rwkv7Family:
     ) -> Model:
         """Take the tensors one at a time into a model on the CPU."""
         model = Rwkv7Model(config, dtype, threads, progress)
-        total = len(_canonical_shapes(_sizes(config)))
+        total = len(canonical_shapes(_sizes(config)))
         for done, (name, tensor) in enumerate(tensors):
             model.load(name, tensor)
             if progress is not None:
@@ -292,16 +156,16 @@ class Rwkv7Family:
         return model
 
 
-def _check_tensor(info: TensorInfo, shape: tuple[int, ...], source: TensorSource) -> None:
-    if _squeezed(info.shape) != shape:
-        raise ModelError(f"{info.name} in {source.path} has shape {info.shape}, expected {shape}")
-    if info.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ModelError(f"{info.name} in {source.path} is {info.dtype}, expected float32, bfloat16 or float16")
-
-
-def _listed(names: list[str], most: int = 6) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "none") + rest
+def _state_spec(sizes: Sizes) -> StateSpec:
+    heads, size = sizes.heads, sizes.head_size
+    return StateSpec(
+        sizes.layers,
+        (
+            StatePart("att_shift", (sizes.width,)),
+            StatePart("wkv", (heads, size, size)),
+            StatePart("ffn_shift", (sizes.width,)),
+        ),
+    )
 
 
 class _Layer:
@@ -309,7 +173,7 @@ class _Layer:
 
     def __init__(self, index: int, sizes: Sizes, picks: Any, dtype: str, threads: int) -> None:
         width, prefix = sizes.width, f"layers.{index}."
-        ranks = [rank for rank in ("decay", "iclr", "gate", "value_residual") if index > 0 or rank != "value_residual"]
+        ranks = sorted(ranks_of(index), key=("decay", "iclr", "gate", "value_residual").index)
         first = [
             Product(f"{prefix}time_mix.{name}.weight", width, width, MIXES.index(letter) * width)
             for name, letter in (("receptance", "r"), ("key", "k"), ("value", "v"))
@@ -369,7 +233,9 @@ class Rwkv7Model:
         self.config = config
         self.dtype, self.threads = dtype, threads
         self._sizes = sizes = _sizes(config)
-        shapes = _canonical_shapes(sizes)
+        self._eps = np.float32(config.extra["norm_eps"])
+        self._group_eps = np.float32(config.extra["group_norm_eps"])
+        shapes = canonical_shapes(sizes)
         self._vector_names = {name for name, shape in shapes.items() if len(shape) == 1}
         depths = {(k, n) for name, (n, k) in _matrices(shapes) if name != "embedding.weight"}
         picks = pick_products(depths, threads, progress)
@@ -384,15 +250,7 @@ class Rwkv7Model:
         }
         self._missing = set(shapes)
         self._workspace = Workspace()
-        heads, size = sizes.heads, sizes.head_size
-        self.state_spec = StateSpec(
-            sizes.layers,
-            (
-                StatePart("att_shift", (sizes.width,)),
-                StatePart("wkv", (heads, size, size)),
-                StatePart("ffn_shift", (sizes.width,)),
-            ),
-        )
+        self.state_spec = _state_spec(sizes)
 
     @property
     def weight_bytes(self) -> int:
@@ -418,7 +276,7 @@ class Rwkv7Model:
     def check_loaded(self) -> None:
         """Raise ModelError when a tensor never came."""
         if self._missing:
-            raise ModelError(f"tensors missing: {_listed(sorted(self._missing))}")
+            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel a request can meet, or fetch it from the cache, so that no request waits for it."""
@@ -434,14 +292,25 @@ class Rwkv7Model:
         activate_columns(np.zeros((1, 1), np.float32), 1, 0, 1, 0)
         tell("preparing kernels", 3, 3)
 
-    def forward(self, batch: Batch, states: StateTable) -> np.ndarray:
+    def forward(
+        self, batch: Batch, states: StateTable, *, hidden: Mapping[int, np.ndarray] | None = None
+    ) -> np.ndarray:
         """Run packed rows; see :class:`kittiwake.families.contract.Model`."""
         with self._workspace.lock, threads_in_force(self.threads):
-            x, y = self._trunk(batch, states)
+            x, y = self._trunk(batch, states, hidden or {})
             states.positions[batch.slots] += np.diff(batch.starts)
             return self._logits(x, y, batch.want_rows)
 
-    def _trunk(self, batch: Batch, states: StateTable) -> tuple[np.ndarray, np.ndarray]:
+    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
+        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
+        sizes = self._sizes
+        wkv = read_time_state(source, sizes.layers, sizes.heads, sizes.head_size, transpose=transpose)
+        shift = np.zeros((sizes.layers, sizes.width), dtype=np.float32)
+        return {"att_shift": shift, "wkv": wkv, "ffn_shift": shift.copy()}
+
+    def _trunk(
+        self, batch: Batch, states: StateTable, wanted: Mapping[int, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The residual stream and the last block's output, not yet added; both [padded rows, C]."""
         rows, width, get = batch.rows, self._sizes.width, self._workspace.get
         x, normed, out = get("x", rows, width), get("normed", rows, width), get("out", rows, width)
@@ -452,22 +321,28 @@ class Rwkv7Model:
         att_shifts, wkv_states, ffn_shifts = (states.part(name) for name in ("att_shift", "wkv", "ffn_shift"))
 
         def shift(y: np.ndarray, norm: np.ndarray, state: np.ndarray, mixes: np.ndarray, mixed: np.ndarray) -> None:
-            shift_mix(x, y, norm[0], norm[1], _EPS, starts, slots, owner, state, mixes, normed, mixed)
+            shift_mix(x, y, norm[0], norm[1], self._eps, starts, slots, owner, state, mixes, normed, mixed)
 
         norm = self._norms["embedding_norm"]
-        embed_rows(self._embedding, batch.token_ids, norm[0], norm[1], _EPS, x)
+        embed_rows(self._embedding, batch.token_ids, norm[0], norm[1], self._eps, x)
         y = get("y", 0, width)  # nothing to add before the first layer
         for index, layer in enumerate(self._layers):
+            if index in wanted:
+                wanted[index][:] = x[:rows] + y[:rows] if index else x[:rows]
             # time mix
             shift(y, layer.time_norm, att_shifts[index], layer.time_mixes, mixed)
             rkv = layer.projections(mixed, rows, get("rkv", rows, layer.projections.columns))
             low = layer.low_rank(rkv, rows, get("low", rows, layer.low_rank.columns))
-            time_mix(rkv, low, v_first, layer.vectors, _GROUP_EPS, index == 0, starts, slots, wkv_states[index], out)
+            time_mix(
+                rkv, low, v_first, layer.vectors, self._group_eps, index == 0, starts, slots, wkv_states[index], out
+            )
             y = layer.output(out, rows, get("y", rows, width))
             # channel mix
             shift(y, layer.channel_norm, ffn_shifts[index], layer.channel_mixes, mixed_k)
             hidden = layer.ffn_key(mixed_k, rows, get("hidden", rows, self._sizes.ffn))
             y = layer.ffn_value(hidden, rows, get("y", rows, width))
+        if len(self._layers) in wanted:
+            wanted[len(self._layers)][:] = x[:rows] + y[:rows]
         return x, y
 
     def _logits(self, x: np.ndarray, y: np.ndarray, want_rows: np.ndarray) -> np.ndarray:
@@ -479,7 +354,7 @@ class Rwkv7Model:
         rows = self._workspace.get("wanted", wanted, width)
         rows[:wanted] = x[want_rows] + y[want_rows]
         norm = self._norms["output_norm"]
-        norm_rows(rows, wanted, norm[0], norm[1], _EPS)
+        norm_rows(rows, wanted, norm[0], norm[1], self._eps)
         return self._head(rows, wanted, out)[:wanted]
 
     def describe(self) -> dict[str, Any]:
@@ -498,7 +373,7 @@ class Rwkv7Model:
         }
 
 
-def _matrices(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _matrices(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, int]]]:
     for name, shape in shapes.items():
         if len(shape) == 2:
             yield name, (shape[0], shape[1])

@@ -38,6 +38,11 @@ _PROBE = (
     "\u00c4\u00e9e\u0301 \u4f60\u597d \ub155 \U0001f642\u200d."
 )
 
+PIECE_CHARS = 1 << 14
+"""Longer texts are encoded in pieces of about this size: the library needs some 500 bytes a token while it works."""
+# A space between two ASCII letters: GPT-2's pattern always ends a word before it, whatever stands further off.
+_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+
 
 class HFTokenizer(TokenTable):
     """A ``tokenizer.json``.
@@ -69,6 +74,9 @@ class HFTokenizer(TokenTable):
         super().__init__(table, ends)
         self._controls = {token_id for token_id, token in added.items() if _is_control(token)} | set(ends)
         _make_special(self._plain, [added[token_id] for token_id in sorted(self._controls) if token_id in added])
+        self.control_texts = tuple(added[token_id].content for token_id in sorted(self._controls) if token_id in added)
+        self._control_pattern = _spelling([added[token_id] for token_id in self._controls if token_id in added])
+        self._may_cut = _splits_at_words(spec, list(added.values()))
         self._check_lossless()
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
@@ -85,6 +93,11 @@ class HFTokenizer(TokenTable):
             return ids
         return [part for token_id in ids for part in self._spelled_out(token_id)]
 
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """(first, end) of each control token that ``text`` spells: leftmost first, the longest of those, spaces included
+        that the token swallows."""
+        return [match.span() for match in self._control_pattern.finditer(text)]
+
     def files(self) -> dict[str, bytes]:
         """The file as it was read."""
         return {TOKENIZER_FILE: self._raw}
@@ -98,9 +111,16 @@ class HFTokenizer(TokenTable):
         """A second copy, made when first wanted: switching one copy back and forth would not be safe in threads."""
         return _backend(self._raw, self._name)
 
+    def last_cut(self, text: str) -> int:
+        """The last place where this text may be cut, more text to come, without changing a token; 0 where there is none."""
+        if not self._may_cut:
+            return 0
+        return max((match.start() for match in _BETWEEN_WORDS.finditer(text)), default=0)
+
     def _ids(self, backend: Backend, text: str) -> list[int]:
         with _as_tokenizer_errors(self._name, "encode this text"):
-            return list(backend.encode(text, add_special_tokens=False).ids)
+            pieces = _pieces(text) if self._may_cut and len(text) > PIECE_CHARS else (text,)
+            return [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
 
     def _spelled_out(self, token_id: int) -> list[int]:
         """A control token that the model itself matched (Unigram, ``ignore_merges``), as the bytes it is spelled with.
@@ -161,6 +181,31 @@ def _backend(raw: bytes, name: str) -> Backend:
     return backend
 
 
+def _splits_at_words(spec: dict[str, Any], added: list[AddedToken]) -> bool:
+    """Whether cutting a text at :data:`_BETWEEN_WORDS` cannot change its tokens: GPT-2's pattern splits it there first,
+    the normaliser (NFC or none) does not reach across, nor does any added token."""
+    normalizer, splitter = spec.get("normalizer"), spec.get("pre_tokenizer") or {}
+    model = spec.get("model") or {}
+    return (
+        (normalizer is None or normalizer.get("type") == "NFC")
+        and splitter.get("type") == "ByteLevel"
+        and splitter.get("use_regex", True) is True
+        and splitter.get("add_prefix_space") is False
+        and model.get("type") == "BPE"
+        and model.get("dropout") is None
+        and not any(t.lstrip or t.rstrip or t.single_word or _BETWEEN_WORDS.search(t.content) for t in added)
+    )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of at least PIECE_CHARS, cut between words."""
+    first = 0
+    while cut := _BETWEEN_WORDS.search(text, first + PIECE_CHARS):
+        yield text[first : cut.start()]
+        first = cut.start()
+    yield text[first:]
+
+
 def _check_added_ids(spec: dict[str, Any], backend: Backend, name: str) -> None:
     """``tokenizers`` numbers added tokens anew when their ids do not follow on; the model would then be misread."""
     for token in spec.get("added_tokens") or []:
@@ -174,6 +219,16 @@ def _check_added_ids(spec: dict[str, Any], backend: Backend, name: str) -> None:
 def _is_control(token: AddedToken) -> bool:
     """Whether text from outside must not become this token: special, markup, or one that swallows spaces around it."""
     return bool(token.special or token.lstrip or token.rstrip or _MARKUP.fullmatch(token.content))
+
+
+def _spelling(controls: list[AddedToken]) -> re.Pattern[str]:
+    """What spells one of these tokens; nothing does where there are none."""
+    longest_first = sorted(controls, key=lambda token: (-len(token.content), token.content))
+    spaced = [
+        (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+        for token in longest_first
+    ]
+    return re.compile("|".join(spaced) or r"(?!)")
 
 
 def _make_special(backend: Backend, controls: list[AddedToken]) -> None:

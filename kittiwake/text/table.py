@@ -37,6 +37,8 @@ class TokenTable:
     end of the table.
     """
 
+    control_texts: tuple[str, ...] = ()
+
     def __init__(self, table: Sequence[bytes | None], eos_ids: tuple[int, ...]) -> None:
         self._table = tuple(table)
         self.vocab_size = len(self._table)
@@ -61,6 +63,10 @@ class TokenTable:
         Raises RequestError for an id out of range.
         """
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` spells control tokens: nowhere, in a vocabulary that has none."""
+        return []
 
     def is_valid(self, token_id: int) -> bool:
         """Whether a sampler may produce ``token_id``; False, never an error, for ids beyond the vocabulary.

@@ -27,6 +27,8 @@ class Tokenizer(Protocol):
     """Ids run from 0 to vocab_size - 1; some may be unused."""
     eos_ids: tuple[int, ...]
     """Ids that end a text; may be empty. They decode to nothing and never come from encode(text)."""
+    control_texts: tuple[str, ...]
+    """Spellings that encode(…, allow_special=True) turns into control tokens."""
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of ``text`` and nothing around them.
@@ -36,6 +38,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``, U+FFFD for invalid UTF-8. Raises RequestError for an id out of range."""
+
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """(first, end) of each control token that ``text`` spells, with the spaces it swallows; they do not overlap."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of a token, ``b""`` for control tokens and unused ids. Raises RequestError as decode()."""

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.resources
+import re
 from collections.abc import Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -23,6 +24,9 @@ WORLD_ROWS = 65_536
 WORLD_VOCABULARY_FILE = "rwkv_vocab_v20230424.txt"
 # SHA-256 of the vocabulary file with LF line ends (a copy with CRLF is in circulation too).
 WORLD_VOCABULARY_SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"
+
+END_OF_TEXT = "<|rwkv_tokenizer_end_of_text|>"
+"""How Hugging Face copies of World models, and their chat templates, spell id 0; no text from outside means it."""
 
 _PACKAGE = "pyrwkv_tokenizer"
 _LAST_TOKEN_ID = 65_529
@@ -38,20 +42,28 @@ class WorldTokenizer(TokenTable):
     """
 
     kind = "world"
+    control_texts: tuple[str, ...] = (END_OF_TEXT,)
 
     def __init__(self) -> None:
         super().__init__(_shipped_vocabulary(), eos_ids=(0,))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of ``text``; no text means a special token, so ``allow_special`` changes nothing.
+        """Token ids of ``text``. With ``allow_special``, END_OF_TEXT is id 0; otherwise no text means a special token.
 
         Raises RequestError for text without a UTF-8 form.
         """
+        if allow_special and END_OF_TEXT in text:
+            parts = [self.encode(part) for part in text.split(END_OF_TEXT)]
+            return parts[0] + [token for part in parts[1:] for token in (0, *part)]
         data = utf8(text)
         if len(data) < _NATIVE_FROM_BYTES:
             return _greedy_encoder().encode(data)
         ids: list[int] = _native_encoder().encode(text)
         return ids
+
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` spells END_OF_TEXT."""
+        return [match.span() for match in re.finditer(re.escape(END_OF_TEXT), text)]
 
     def files(self) -> dict[str, bytes]:
         """Nothing: the kind alone rebuilds this tokenizer, whose vocabulary file is fixed by its digest."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kittiwake.config import EngineConfig
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import SamplingParams
 from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded
+from kittiwake.verify import value_laws
 from kittiwake.verify.trace import Table, Trace, fingerprint
 
 LENGTHS = (1, 2, 5, 17, 40, 66)
@@ -197,27 +198,59 @@ _REQUESTS = (
     SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True),
     SamplingParams(max_tokens=15, temperature=0.7, top_k=20, seed=4, ignore_eos=True),
     SamplingParams(max_tokens=5, temperature=1.3, seed=5, ignore_eos=True),
+    SamplingParams(
+        max_tokens=14,
+        temperature=0.0,
+        presence_penalty=0.6,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        ignore_eos=True,
+    ),
+    SamplingParams(
+        max_tokens=11, temperature=0.9, min_p=0.02, repetition_penalty=1.2, logprobs=True, seed=6, ignore_eos=True
+    ),
+    SamplingParams(
+        max_tokens=10,
+        temperature=1.1,
+        top_k=50,
+        top_p=0.8,
+        sampling_order="rwkv",
+        frequency_penalty=0.5,
+        logprobs=True,
+        top_logprobs=3,
+        seed=7,
+        ignore_eos=True,
+    ),
 )
+_BIASES = (3.0, -1.5, -100.0)
+
+
+def _requests(bench: _Bench) -> list[SamplingParams]:
+    """The requests that answers are compared of; the last one has a bias on tokens that this model has."""
+    tokenizer = bench.loaded.tokenizer
+    valid = (token for token in range(bench.vocab) if tokenizer.is_valid(token))
+    bias = dict(zip(valid, _BIASES, strict=False))
+    return [*_REQUESTS, SamplingParams(max_tokens=8, seed=8, logit_bias=bias, logprobs=True, ignore_eos=True)]
 
 
 def _answers(bench: _Bench, order: list[int], chunk: int, slots: int, together: bool) -> dict[int, tuple[object, str]]:
-    """Drive an engine; for each request its tokens, and the fingerprint of its kept state."""
-    loaded = bench.loaded
+    """Drive an engine; for each request its tokens with their log-probabilities, and its kept state's fingerprint."""
+    loaded, params = bench.loaded, _requests(bench)
     engine = Engine(loaded.model, loaded.tokenizer, slots=slots, prefill_chunk=chunk, max_rows=2048)
     ids: dict[int, int] = {}
-    tokens: dict[int, list[int]] = {request: [] for request in order}
+    tokens: dict[int, list[object]] = {request: [] for request in order}
     marks: dict[int, str] = {}
     waiting = list(order)
     while waiting or engine.has_work:
         for request in waiting if together else waiting[:1]:
             prompt = bench.traces[1 + request % (len(bench.traces) - 1)].ids
-            ids[request] = engine.add(prompt, _REQUESTS[request % len(_REQUESTS)], keep_state=True)
+            ids[request] = engine.add(prompt, params[request], keep_state=True)
         waiting = [] if together else waiting[1:]
         engine.step()
         for request, number in list(ids.items()):
             for delta in engine.collect(number):
-                tokens[request].extend(delta.token_ids)
-                if delta.state is not None:
+                tokens[request].append((delta.token_ids, delta.logprobs))
+                if delta.state is not None and delta.state.logits is not None:
                     marks[request] = fingerprint(delta.state.logits, delta.state.saved.parts)
                 if delta.finish_reason is not None:
                     del ids[request]
@@ -226,7 +259,7 @@ def _answers(bench: _Bench, order: list[int], chunk: int, slots: int, together: 
 
 def _arrival(bench: _Bench) -> Iterator[bool]:
     """Requests through the engine in several orders, together and one after another, with few slots and many."""
-    requests = list(range(len(_REQUESTS)))
+    requests = list(range(len(_requests(bench))))
     alone = {request: _answers(bench, [request], 0, 1, True)[request] for request in requests}
     for index in range(8):
         order = bench.draw.sample(requests, len(requests))
@@ -235,10 +268,29 @@ def _arrival(bench: _Bench) -> Iterator[bool]:
 
 def _engine_chunks(bench: _Bench) -> Iterator[bool]:
     """Requests through the engine with prompts in chunks of 1 to unlimited."""
-    requests = list(range(len(_REQUESTS)))
+    requests = list(range(len(_requests(bench))))
     alone = {request: _answers(bench, [request], 0, 1, True)[request] for request in requests}
     for chunk in CHUNKS:
         yield _answers(bench, requests, chunk, 4, chunk % 2 == 0) == alone
+
+
+def _samples(bench: _Bench) -> Iterator[bool]:
+    """Several samples of one prompt, eaten once, against as many requests of their own."""
+    loaded = bench.loaded
+    for index, params in enumerate(params for params in _requests(bench) if params.temperature > 0):
+        prompt, several = bench.traces[1 + index % (len(bench.traces) - 1)].ids, replace(params, n=3)
+        found: list[list[object]] = []
+        for slots, shared in ((1, False), (1 + index % 4, True)):
+            engine = Engine(loaded.model, loaded.tokenizer, slots=slots, prefill_chunk=index % 3, max_rows=2048)
+            if shared:
+                numbers = engine.add_samples(prompt, several)
+            else:
+                numbers = [engine.add(prompt, several.for_sample(sample)) for sample in range(several.n)]
+            while engine.has_work:
+                engine.step()
+            deltas = [delta for number in numbers for delta in engine.collect(number)]
+            found.append([(delta.text, delta.token_ids, delta.logprobs, delta.finish_reason) for delta in deltas])
+        yield found[0] == found[1]
 
 
 def _goldens(bench: _Bench) -> Iterator[bool]:
@@ -267,4 +319,11 @@ LAWS: dict[str, Law] = {
     "two identical requests": _twins,
     "order of arrival": _arrival,
     "prefill chunk 1 to unlimited": _engine_chunks,
+    "n samples = n requests": _samples,
+    "restored = fresh, from memory": lambda bench: value_laws.restored(bench.loaded, bench.traces, bench.draw),
+    "restored = fresh, from a file": lambda bench: value_laws.restored_from_file(
+        bench.loaded, bench.traces, bench.draw
+    ),
+    "forked = fresh": lambda bench: value_laws.forked(bench.loaded, bench.traces, bench.draw),
+    "scored = generated log-probabilities": lambda bench: value_laws.scored(bench.loaded, bench.traces, bench.draw),
 }

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,26 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert machine.cpu_quota_cores() is None
     assert machine.processor_caches() == {}
     assert machine.memory_bytes("NoSuchField") is None
+
+
+def test_tested_ranges_are_those_of_the_project_file() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ranges = dict(re.fullmatch(r"([\w-]+)(>=.+)", line).groups() for line in project["dependencies"])  # type: ignore[union-attr]
+    assert ranges == {name: f">={low},<{high}" for name, (low, high) in machine.TESTED.items()}
+    assert project["requires-python"] == ">={},<{}".format(*machine.TESTED_PYTHON)
+
+
+@pytest.mark.parametrize(
+    ("installed", "ok"),
+    [("2.11", True), ("2.13.0+cpu", True), ("2.14.9", True), ("2.15.0", False), ("2.9.1", False), ("2.11rc1", True)],
+)
+def test_an_installed_version_is_compared_as_numbers(installed: str, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "package_versions", lambda: {"torch": installed})
+    rows = {row["name"]: row for row in machine.checked_versions()}
+    assert (rows["torch"]["ok"], rows["torch"]["tested"]) == (ok, ">=2.11,<2.15")
+    assert (rows["numba"]["installed"], rows["numba"]["ok"]) == (None, False)
+    assert rows["Python"]["ok"]
+
+
+def test_everything_installed_here_is_tested() -> None:
+    assert all(row["ok"] for row in machine.checked_versions())

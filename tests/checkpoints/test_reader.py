@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource, open_checkpoint
@@ -37,6 +38,17 @@ def _safetensors(path: Path, tensors: Tensors) -> Path:
 def _sharded(path: Path, tensors: Tensors) -> Path:
     save_sharded(path / "m", tensors)
     return path / "m"
+
+
+def _gguf(path: Path, tensors: Tensors) -> Path:
+    writer = GGUFWriter(path / "m.gguf", "rwkv7")
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path / "m.gguf"
 
 
 FORMATS = {"pth": _pth, "legacy": _legacy, "safetensors": _safetensors, "sharded": _sharded}
@@ -107,7 +119,7 @@ STRANGERS = {
     "empty": (b"", "is empty"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer.*git lfs pull"),
     "html": (b"\n<!DOCTYPE html><html></html>", "is a web page"),
-    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(64), "GGUF file, which kittiwake does not read yet"),
+    "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(16), "holds no tensors"),
     "json": (b'{"weight_map": {}}', "is a JSON text"),
     "noise": (b"\x01\x02\x03\x04 noise", "is of an unknown kind.*expected a PyTorch"),
     "npz": (b"PK\x05\x06" + bytes(18), r"zip archive without data\.pkl"),
@@ -223,10 +235,11 @@ assert grown < 8 << 20, f"private memory grew by {grown:,} bytes"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="private memory is read from /proc")
-@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+@pytest.mark.parametrize("kind", ["pth", "safetensors", "gguf"])
 def test_reading_a_tensor_takes_no_private_memory(kind: str, tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
-    warm = FORMATS[kind](tmp_path / "w", {"small": torch.ones(1 << 12)})
-    path = FORMATS[kind](tmp_path, {"big": torch.ones(1 << 24)})
+    write = _gguf if kind == "gguf" else FORMATS[kind]
+    warm = write(tmp_path / "w", {"small": torch.ones(1 << 12)})
+    path = write(tmp_path, {"big": torch.ones(1 << 24)})
     run = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, warm, path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

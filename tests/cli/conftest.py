@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kittiwake.chat import ChatCompletion
 from kittiwake.cli.main import main
-from kittiwake.engine.request import Completion, Delta, SamplingParams, Timings
+from kittiwake.engine.request import Completion, Delta, SamplingParams, Timings, TokenLogprob
 
 
 class FakeTokenizer:
@@ -50,11 +51,26 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def generate(self, prompts: Any, params: SamplingParams) -> list[Completion]:
+    def prefill(self, prompt: str) -> None:
+        return None
+
+    def generate(self, prompts: Any, params: SamplingParams | None = None, **_: Any) -> list[Completion]:
+        params = params or SamplingParams()
         many = [prompts] if isinstance(prompts, str) else list(prompts)
         self.asked += [(prompt, params) for prompt in many]
         timings = Timings(queue_ms=0.0, prefill_ms=1.5, decode_ms=2.5)
-        return [Completion(self.reply, (1, 2, 3), len(prompt), "length", timings) for prompt in many]
+        logprobs = None
+        if params.logprobs:
+            top = tuple(TokenLogprob(9 - index, -1.0 - index, b"x") for index in range(params.top_logprobs))
+            logprobs = tuple(TokenLogprob(token, -0.5, b"\xc3", top) for token in (1, 2, 3))
+        others = tuple(
+            Completion(f"{self.reply} {index}", (1, 2, index), 4, "stop", timings, logprobs=logprobs)
+            for index in range(1, params.n)
+        )
+        return [
+            Completion(self.reply, (1, 2, 3), len(prompt), "length", timings, logprobs=logprobs, others=others)
+            for prompt in many
+        ]
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[Delta]:
         self.asked.append((prompt, params))
@@ -67,6 +83,13 @@ class FakeLLM:
                 yield Delta(0, word if index == 0 else f" {word}", (index,), "length" if last else None)
         finally:
             self.closed_streams += 1
+
+    def chat(self, messages: Any, params: SamplingParams | None = None, **_: Any) -> ChatCompletion:
+        self.asked.append((messages, params or SamplingParams()))
+        return ChatCompletion(self.reply, None, Completion(self.reply, (1, 2, 3), 4, "stop"))
+
+    def receipt(self, _: object = None) -> dict[str, Any]:
+        return {"digest": self.reply}
 
     def score(self, ids: Sequence[int]) -> np.ndarray:
         return np.full(len(ids) - 1, np.log(0.25))

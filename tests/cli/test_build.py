@@ -45,6 +45,7 @@ def test_options_reach_the_builder(
         "chat_template": "{{ messages }}\n",
         "goldens": 3,
         "max_shard_bytes": 15_000_000,
+        "group_norm_eps": None,
     }
 
 
@@ -52,6 +53,13 @@ def test_defaults(call: Call, built: list[Any]) -> None:
     call("build", "in.pth", "-o", "out")
     options = built[0][2]
     assert (options["precision"], options["max_shard_bytes"]) == ("bf16", DEFAULT_SHARD_BYTES)
+
+
+def test_another_epsilon_reaches_the_builder_once(call: Call, built: list[Any]) -> None:
+    call("build", "in.pth", "-o", "out", "--group-norm-eps", "1e-4")
+    call("build", "in.pth", "-o", "out")
+    assert [options["group_norm_eps"] for _, _, options in built] == [1e-4, None]
+    assert call("build", "in.pth", "-o", "out", "--group-norm-eps", "2").code == 2
 
 
 @pytest.mark.parametrize("wrong", ["in.pth", "in.pth -o out --precision int8", "in.pth -o out --goldens -1", "-o out"])

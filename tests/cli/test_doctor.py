@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kittiwake.cli.doctor import advice, is_writable
+from kittiwake.cli.doctor import advice, describe_proof, is_writable, model_advice, version_advice
 from kittiwake.errors import BundleError
 from tests.bench.fakes import SumModel
 
@@ -30,7 +30,9 @@ def test_json_tells_machine_runtime_and_what_was_picked(call: Call, fake_module:
     result = call("doctor", "--json")
     assert result.code == 0
     report = json.loads(result.stdout)
-    assert report.keys() == {"machine", "runtime", "model", "warnings"}
+    assert report.keys() == {"machine", "versions", "runtime", "model", "warnings"}
+    assert {"name", "installed", "tested", "ok"} == report["versions"][0].keys()
+    assert report["model"]["proved"] == {"shapes": 0, "equal_bits": 0, "own_kernel_only": []}
     assert report["model"]["picked"] == {"kind": "fake"}
     assert report["model"]["state_bytes_per_sequence"] == 4
     assert report["runtime"]["threads"] == 2
@@ -73,6 +75,7 @@ def test_a_good_machine_gets_no_advice() -> None:
         ({"cache_folder": "/dev/null/cache"}, {}, "KITTIWAKE_CACHE"),
         ({"memory_available_bytes": 1 << 20}, {}, "memory"),
         ({}, {"torch_mkl": False}, "MKL"),
+        ({}, {"cuda_available": True}, "CPU only"),
     ],
 )
 def test_each_shortcoming_is_named(machine: dict[str, Any], runtime: dict[str, Any], word: str) -> None:
@@ -85,3 +88,47 @@ def test_a_folder_yet_to_be_made_is_writable_where_its_parent_is(tmp_path: Path)
     assert is_writable(tmp_path / "a" / "b")
     (tmp_path / "file").write_text("")
     assert not is_writable(tmp_path / "file")
+
+
+def test_versions_no_test_has_run_with_are_named() -> None:
+    rows = [
+        {"name": "torch", "installed": "2.13.0", "tested": ">=2.11,<2.15", "ok": True},
+        {"name": "numba", "installed": "0.70.0", "tested": ">=0.61,<0.69", "ok": False},
+        {"name": "gguf", "installed": None, "tested": ">=0.19,<0.20", "ok": False},
+    ]
+    found = version_advice(rows)
+    assert [sentence.split(" ")[0] for sentence in found] == ["numba", "gguf"]
+    assert "0.70.0 was never tested" in found[0]
+    assert "is not installed" in found[1]
+
+
+MODEL: dict[str, Any] = {
+    "dtype": "bf16",
+    "weight_bytes_per_step": 1000,
+    "picked": {"threads": 2},
+    "proved": {"shapes": 3, "equal_bits": 3, "own_kernel_only": []},
+}
+
+
+def test_what_was_proved_is_counted() -> None:
+    products = [
+        {"depth": 64, "columns": 8, "k_block": 192, "wide_from": 0},
+        {"depth": 64, "columns": 64, "k_block": 64, "wide_from": 32},
+    ]
+    assert describe_proof(products) == {"shapes": 2, "equal_bits": 1, "own_kernel_only": [[64, 8]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({}, None),
+        ({"dtype": "fp32"}, "--dtype bf16"),
+        ({"picked": {"threads": 1}}, "1 of 2 usable cores"),
+        ({"weight_bytes_per_step": 16 << 30}, "are free"),
+        ({"proved": {"shapes": 3, "equal_bits": 2, "own_kernel_only": [[64, 8]]}}, "1 of 3 shapes"),
+    ],
+)
+def test_what_would_make_a_model_faster_is_told(change: dict[str, Any], word: str | None) -> None:
+    found = model_advice(MODEL | change, GOOD_MACHINE)
+    assert len(found) == (word is not None)
+    assert word is None or word in found[0]

@@ -66,8 +66,11 @@ def test_bits_json_and_text(call: Call, llm: FakeLLM, tmp_path: Path) -> None:
         "bits": 10.0,
         "bytes": 5,
         "tokens": 5,
+        "perplexity": 4.0,
         "bos": True,
-        "documents": [{"title": "book.txt", "bytes": 5, "tokens": 5, "bits": 10.0, "bits_per_byte": 2.0}],
+        "documents": [
+            {"title": "book.txt", "bytes": 5, "tokens": 5, "bits": 10.0, "bits_per_byte": 2.0, "perplexity": 4.0}
+        ],
     }
     text = call("eval", "bits", path).stdout
     assert "bos off: first token of a document counted at log2 of the vocabulary" in text

@@ -12,7 +12,7 @@ from kittiwake import __version__, errors
 
 from .conftest import Call
 
-COMMANDS = ("run", "verify", "bench", "inspect", "doctor", "build", "eval")
+COMMANDS = ("run", "chat", "batch", "verify", "bench", "inspect", "doctor", "build", "eval")
 
 
 def test_help_names_every_command(call: Call) -> None:
@@ -32,13 +32,14 @@ def test_each_command_has_help(call: Call, command: str) -> None:
 def test_help_and_version_load_nothing_heavy() -> None:
     script = (
         "import sys, json\nfrom kittiwake.cli.main import main\n"
-        "codes = [main(['--version']), main(['run', '--help']), main(['eval', 'lambada', '--help'])]\n"
+        "helps = [['--version'], *([*name.split(), '--help'] for name in ('run', 'chat', 'batch', 'eval lambada'))]\n"
+        "codes = [main(arguments) for arguments in helps]\n"
         "heavy = [name for name in ('torch', 'numba', 'rich', 'tokenizers') if name in sys.modules]\n"
         "print(json.dumps([codes, heavy]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"kittiwake, version {__version__}")
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 0], []]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 0, 0, 0], []]
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["run", "--nonsense"], ["eval", "nonsense"], ["inspect"]])

@@ -28,6 +28,32 @@ def test_json_is_the_one_document_on_stdout(call: Call, llm: FakeLLM) -> None:
     }
 
 
+def test_json_gains_choices_and_logprobs_when_asked_for(call: Call, llm: FakeLLM) -> None:
+    one = {"token_id": 1, "text": "\ufffd", "bytes": [0xC3], "logprob": -0.5}
+    best = {"token_id": 9, "text": "x", "bytes": [ord("x")], "logprob": -1.0}
+    plain = json.loads(call("run", "--prompt", "Once", "--json", "--logprobs", "0").stdout)
+    assert [plain["logprobs"][0], len(plain["logprobs"])] == [{**one, "top": []}, 3]
+    assert "choices" not in plain
+    document = json.loads(call("run", "--prompt", "Once", "--json", "--logprobs", "1", "--n", "2").stdout)
+    assert document["logprobs"][0] == {**one, "top": [best]}
+    assert (document["text"], document["finish_reason"]) == ("the cat sat", "length")
+    assert [choice["text"] for choice in document["choices"]] == ["the cat sat", "the cat sat 1"]
+    assert document["choices"][1].pop("logprobs") == [{**one, "token_id": token, "top": [best]} for token in (1, 2, 3)]
+    assert document["choices"][1] == {
+        "index": 1,
+        "text": "the cat sat 1",
+        "token_ids": [1, 2, 1],
+        "completion_tokens": 3,
+        "finish_reason": "stop",
+    }
+
+
+def test_several_answers_stand_under_their_numbers(call: Call, llm: FakeLLM) -> None:
+    result = call("run", "--prompt", "Once, ", "--n", "2", "--echo")
+    assert result.stdout == "--- 1 of 2 ---\nOnce, the cat sat\n--- 2 of 2 ---\nOnce, the cat sat 1\n"
+    assert llm.opened[0][1]["config"].slots == 2
+
+
 def test_json_survives_text_that_no_terminal_could_show(call: Call, llm: FakeLLM) -> None:
     llm.reply = "caf\u00e9 \U0001f600 \u2028"
     result = call("run", "--prompt", "x", "--json")
@@ -52,13 +78,17 @@ def test_every_option_reaches_the_model(call: Call, llm: FakeLLM) -> None:
     options = (
         "run some.pth --prompt x --max-tokens 9 --temperature 0.5 --top-k 7 --top-p 0.6 --seed 3 --stop A --stop B "
         "--stop-token-id 4 --stop-token-id 5 --ignore-eos --min-tokens 2 --tokenizer world --chunk 16 --dtype bf16 "
-        "--device cpu --threads 1"
+        "--device cpu --threads 1 --min-p 0.1 --presence-penalty 0.2 --frequency-penalty 0.3 --repetition-penalty 1.4 "
+        "--logit-bias 7=-100 --logit-bias 3=1.5 --sampling-order rwkv"
     )
     assert call(*options.split()).code == 0
     prompt, params = llm.asked[0]
     assert prompt == "x"
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p, params.seed) == (9, 0.5, 7, 0.6, 3)
     assert (params.stop, params.stop_token_ids, params.ignore_eos, params.min_tokens) == (("A", "B"), (4, 5), True, 2)
+    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, 0.2, 0.3)
+    assert (params.repetition_penalty, params.sampling_order) == (1.4, "rwkv")
+    assert (params.logit_bias, params.n, params.logprobs) == ({3: 1.5, 7: -100.0}, 1, False)
     model, opened = llm.opened[0]
     assert (model, opened["tokenizer"]) == (Path("some.pth"), "world")
     config = opened["config"]
@@ -89,6 +119,19 @@ def test_temperature_zero_alone_is_greedy(call: Call, llm: FakeLLM) -> None:
         "--threads -1",
         "--dtype fp8",
         "--nonsense",
+        "--min-p 2",
+        "--temperature 0 --min-p 0.1",
+        "--temperature 0 --n 2",
+        "--n 0",
+        "--presence-penalty 3",
+        "--repetition-penalty 0",
+        "--logit-bias 3",
+        "--logit-bias x=1",
+        "--logit-bias 3=nan",
+        "--logit-bias 3=101",
+        "--logit-bias 3=1 --logit-bias 3=2",
+        "--logprobs 21",
+        "--sampling-order backwards",
     ],
 )
 def test_wrong_options_are_usage_errors_and_leave_stdout_empty(call: Call, llm: FakeLLM, wrong: str) -> None:
@@ -96,6 +139,12 @@ def test_wrong_options_are_usage_errors_and_leave_stdout_empty(call: Call, llm: 
     assert (result.code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert llm.opened == []
+
+
+def test_logprobs_are_for_the_json_document(call: Call, llm: FakeLLM) -> None:
+    result = call("run", "--prompt", "x", "--logprobs", "2")
+    assert result.code == 2
+    assert "--logprobs needs --json" in result.stderr
 
 
 def _pipe(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:

@@ -70,7 +70,13 @@ def test_total_weighs_documents_by_their_bytes() -> None:
         model, [Document("a", "ab"), Document("b", "éé")], bos=True, progress=lambda *step: seen.append(step)
     )
     assert [len(ids) for ids in model.scored] == [3, 3], "every document starts from an empty state"
-    assert totals(scored) == {"bits_per_byte": pytest.approx(8 / 6, abs=1e-6), "bits": 8.0, "bytes": 6, "tokens": 4}
+    assert totals(scored) == {
+        "bits_per_byte": pytest.approx(8 / 6, abs=1e-6),
+        "bits": 8.0,
+        "bytes": 6,
+        "tokens": 4,
+        "perplexity": 4.0,
+    }
     assert seen == [("scoring", 0, 6), ("scoring", 2, 6), ("scoring", 6, 6)]
 
 

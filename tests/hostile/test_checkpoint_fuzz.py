@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -15,7 +18,8 @@ from kittiwake.checkpoints.reader import open_checkpoint
 from kittiwake.errors import BundleError, CheckpointError
 from tests.checkpoints.cases import assert_same, build, make_tensors, save_sharded
 
-FORMATS = ("pth", "legacy", "safetensors", "sharded", "bundle")
+_GGUF = b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"
+FORMATS = ("pth", "legacy", "safetensors", "sharded", "gguf", "bundle")
 
 _FLIPS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), max_size=4)
 _CUTS = st.tuples(st.integers(0, 1 << 20), st.sampled_from(["keep", "cut", "insert", "zero", "append"]))
@@ -38,10 +42,25 @@ def _make(kind: str, folder: Path) -> list[Path]:
     elif kind == "sharded":
         save_sharded(folder, tensors)
         (folder / "config.json").write_text('{"hidden_size": 4, "names": ["a", "b"]}')
+    elif kind == "gguf":
+        _save_gguf(folder / "m.gguf")
     else:
         folder.rmdir()
         build(folder)
     return sorted(folder.iterdir())
+
+
+def _save_gguf(path: Path) -> None:
+    writer = GGUFWriter(path, "rwkv7")
+    writer.add_name("tiny")
+    writer.add_token_list([f"token {i}" for i in range(70)])
+    writer.add_tensor("a", np.arange(12, dtype=np.float32).reshape(3, 4))
+    packed = quantize(np.ones((2, 32), np.float32), GGMLQuantizationType.Q8_0)
+    writer.add_tensor("b", packed, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _damage(data: bytes, flips: list[tuple[int, int]], cut: tuple[int, str]) -> bytes:
@@ -97,7 +116,9 @@ def test_damaged_files_raise_our_errors_or_give_tensors(kind: str, tmp_path: Pat
 
 @given(st.binary(max_size=300))
 @_FUZZ
-@pytest.mark.parametrize("head", [b"", b"PK\x03\x04", b"PK\x05\x06", b"\x80\x02", b"\x80\x04", b"\x10\0\0\0\0\0\0\0{"])
+@pytest.mark.parametrize(
+    "head", [b"", b"PK\x03\x04", b"PK\x05\x06", b"\x80\x02", b"\x80\x04", b"\x10\0\0\0\0\0\0\0{", _GGUF]
+)
 @pytest.mark.parametrize("name", ["m.pth", "m.safetensors", "m"])
 def test_noise_is_refused(head: bytes, name: str, tmp_path: Path, data: bytes) -> None:
     (tmp_path / name).write_bytes(head + data)

@@ -9,11 +9,14 @@ from kittiwake.ops.cpu_math import bits_from_float, exp32
 from kittiwake.ops.jit import kernel
 
 NOT_FINITE = -1
-"""Drawn for a row whose logits hold NaN or plus infinity, or nothing but minus infinity."""
+"""Drawn for a row whose logits hold NaN or plus infinity."""
+NOTHING_LEFT = -2
+"""Drawn for a row of nothing but minus infinity: every token is banned."""
 _SIGN = np.uint32(0x80000000)
 _ALL = np.uint32(0xFFFFFFFF)
 _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
+_LARGEST = np.float32(3.4028235e38)
 
 
 @kernel()
@@ -46,8 +49,8 @@ def _ordered(x):  # type: ignore[no-untyped-def]
 
 @kernel()
 def _best(logits):  # type: ignore[no-untyped-def]
-    """Id of the largest logit, the lowest on ties; NOT_FINITE when no largest finite one exists."""
-    best = NOT_FINITE
+    """Id of the largest logit, the lowest on ties; NOT_FINITE or NOTHING_LEFT when no largest finite one exists."""
+    best = NOTHING_LEFT
     top = -np.inf
     for i in range(logits.shape[0]):
         if not logits[i] < np.inf:
@@ -126,29 +129,47 @@ def _nucleus_floor(logits, probs, keys, total, top_p):  # type: ignore[no-untype
 
 
 @kernel()
-def draw(logits, temperature, top_k, top_p, u):  # type: ignore[no-untyped-def]
-    """One token id from float32 logits [vocab]; temperature, top_p, u float64, top_k int."""
+def _min_p_key(logits, top, reach):  # type: ignore[no-untyped-def]
+    """The key of the smallest logit that lies at most ``-reach`` below the largest one; reach float64, 0 or less."""
+    least = top
+    for i in range(logits.shape[0]):
+        if logits[i] < least and np.float64(logits[i]) - np.float64(top) >= reach:
+            least = logits[i]
+    return _ordered(least)
+
+
+@kernel()
+def draw(logits, temperature, top_k, top_p, min_p, filters_first, u):  # type: ignore[no-untyped-def]
+    """One token id from float32 logits [vocab]; temperature, top_p, min_p, u float64, top_k int, filters_first bool."""
     best = _best(logits)
-    if temperature == 0.0 or best == NOT_FINITE:
+    if temperature == 0.0 or best < 0:
         return best
     vocab = logits.shape[0]
-    scale = np.float32(1.0) / np.float32(temperature)
+    scale = min(np.float32(1.0) / np.float32(temperature), _LARGEST)
+    filter_scale = np.float32(1.0) if filters_first else scale
     top = logits[best]
     probs = np.empty(vocab, np.float32)
     keys = np.empty(vocab, np.uint32)
     for i in range(vocab):
-        probs[i] = exp32((logits[i] - top) * scale)
+        probs[i] = exp32((logits[i] - top) * filter_scale)
         keys[i] = _ordered(logits[i])
-    floor = _ordered(np.float32(-np.inf)) + np.uint32(1)  # banned tokens never come back
+    lowest = _ordered(np.float32(-np.inf)) + np.uint32(1)  # banned tokens never come back
+    floor = lowest
     if 0 < top_k < vocab:
         floor = max(floor, _kth_key(keys, top_k))
     if top_p < 1.0:
-        total = _mass(keys, probs, floor)
-        floor = max(floor, _nucleus_floor(logits, probs, keys, total, top_p))
-        ids, keys, probs = _candidates(logits, probs, keys, floor)
+        among = lowest if filters_first else floor  # what the mass is a share of
+        total = _mass(keys, probs, among)
+        among = max(among, _nucleus_floor(logits, probs, keys, total, top_p))
+        ids, keys, probs = _candidates(logits, probs, keys, among)
         floor = max(floor, _nucleus_key(keys, probs, top_p * total))
     else:
         ids, keys, probs = _candidates(logits, probs, keys, floor)
+    if min_p > 0.0:
+        floor = max(floor, _min_p_key(logits, top, np.log(min_p) * (1.0 if filters_first else temperature)))
+    if filters_first:
+        for i in range(ids.shape[0]):
+            probs[i] = exp32((logits[ids[i]] - top) * scale)
     target = u * _mass(keys, probs, floor)
     reached = 0.0
     chosen = best
@@ -162,8 +183,24 @@ def draw(logits, temperature, top_k, top_p, u):  # type: ignore[no-untyped-def]
 
 
 @kernel(parallel=True)
-def draw_rows(logits, temperatures, top_ks, top_ps, seeds, positions, out):  # type: ignore[no-untyped-def]
-    """One token a row: logits float32 [W, vocab]; the rest [W]: float64, int64, float64, uint64, uint64, out int64."""
+def draw_rows(logits, temperatures, top_ks, top_ps, min_ps, filters_first, seeds, positions, out):  # type: ignore[no-untyped-def]
+    """One token a row: logits float32 [W, vocab]; the rest [W], typed as :func:`draw` says, seeds and positions uint64."""
     for row in prange(logits.shape[0]):
         u = uniform(seeds[row], positions[row])
-        out[row] = draw(logits[row], temperatures[row], top_ks[row], top_ps[row], u)
+        out[row] = draw(logits[row], temperatures[row], top_ks[row], top_ps[row], min_ps[row], filters_first[row], u)
+
+
+@kernel()
+def adjust(row, ids, biases, is_seen, counts, size, repetition, presence, frequency):  # type: ignore[no-untyped-def]
+    """Bias, then penalties, on float32 logits [vocab] in place; float64 inside, rounded once a token.
+
+    The first ``size`` entries name each touched token once: id int64, bias float64 (minus infinity bans), is_seen bool
+    (it stands in what was given), count int64 (how often it was drawn). The penalties are float64.
+    """
+    for i in range(size):
+        value = np.float64(row[ids[i]]) + biases[i]
+        if is_seen[i] or counts[i] > 0:
+            value = value / repetition if value > 0.0 else value * repetition
+        if counts[i] > 0:
+            value -= presence + frequency * counts[i]
+        row[ids[i]] = np.float32(value)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 _MASK = 0xFFFFFFFF
@@ -24,27 +27,79 @@ def uniform(seed: int, position: int) -> float:
     return ((high >> 5) * 67108864 + (low >> 6)) / 9007199254740992
 
 
-def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of sample ``index`` of a request: its own seed for sample 0, then 63 bits of Philox.
+
+    Counted down from 2**64, where no position of a token ever comes.
+    """
+    if index == 0:
+        return seed
+    high, low = philox(seed, 2**64 - index)
+    return (high << 32 | low) >> 1
+
+
+def adjusted(
+    logits: np.ndarray,
+    bias: Mapping[int, float],
+    given: Sequence[int],
+    drawn: Sequence[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> np.ndarray:
+    """Logits after bias and penalties, float32 as they came; ``given`` stood before the first of the ``drawn`` tokens."""
+    wide = logits.astype(np.float64)
+    for token, value in bias.items():
+        wide[token] += value
+    for token in set(given) | set(drawn):
+        wide[token] = wide[token] / repetition if wide[token] > 0 else wide[token] * repetition
+    for token, count in Counter(drawn).items():
+        wide[token] -= presence + frequency * count
+    return wide.astype(np.float32)
+
+
+def kept(
+    logits: np.ndarray,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float = 0.0,
+    filters_first: bool = False,
+) -> np.ndarray:
     """Boolean mask [vocab] of the tokens a draw may give; float64 throughout."""
-    scaled = (logits.astype(np.float64) - logits.max()) / temperature
-    probs = np.exp(scaled)
-    mask = logits > -np.inf
+    scale = 1.0 if filters_first else 1.0 / temperature
+    gaps = (logits.astype(np.float64) - logits.max()) * scale
+    probs = np.exp(gaps)
+    possible = logits > -np.inf
+    mask = possible.copy()
     if 0 < top_k < len(logits):
         mask &= logits >= np.sort(logits)[-top_k]
     if top_p < 1:
+        among = possible if filters_first else mask
         order = np.argsort(-logits, kind="stable")
-        order = order[mask[order]]
+        order = order[among[order]]
         mass = np.cumsum(probs[order]) / probs[order].sum()
         border = logits[order[min(int(np.searchsorted(mass, top_p)), len(order) - 1)]]
         mask &= logits >= border
+    if min_p > 0:
+        mask &= gaps >= np.log(min_p)
     return mask
 
 
-def draw(logits: np.ndarray, temperature: float, top_k: int, top_p: float, seed: int, position: int) -> int:
+def draw(
+    logits: np.ndarray,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    position: int,
+    min_p: float = 0.0,
+    filters_first: bool = False,
+) -> int:
     """One token id; logits float32 [vocab]."""
     if temperature == 0:
         return int(np.argmax(logits))
-    mask = kept(logits, temperature, top_k, top_p)
+    mask = kept(logits, temperature, top_k, top_p, min_p, filters_first)
     probs = np.where(mask, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0)
     cumulative = np.cumsum(probs)
     return int(np.searchsorted(cumulative, uniform(seed, position) * cumulative[-1], side="right"))

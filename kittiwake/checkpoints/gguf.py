@@ -1,0 +1,316 @@
+"""GGUF files: tensors and metadata, little-endian, versions 2 and 3.
+
+The header is walked here and every count and offset in it checked against the file before anything is believed; the
+``gguf`` package knows the types and unpacks Q8_0. Format: docs/gguf.md of the ggml project: "GGUF", version, number of
+tensors, number of keys; keys with typed values; names, sizes (fastest first), types and offsets of the tensors; data,
+each tensor aligned.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from kittiwake.checkpoints.files import FileStamp, quoted
+from kittiwake.checkpoints.reader import FileSource, TensorInfo
+from kittiwake.errors import CheckpointError
+
+MAX_TENSORS = 1 << 20
+MAX_KEYS = 1 << 16
+MAX_KEY_BYTES = 1 << 16
+MAX_NAME_BYTES = 1 << 10
+MAX_STRING_BYTES = 16 << 20
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 20
+SHORT_ARRAY = 64
+"""Arrays of up to this many values are kept; of longer ones (vocabularies) only kind and length."""
+_DEFAULT_ALIGNMENT = 32
+_UNPACK_BLOCKS = 1 << 15
+_VERSIONS = (2, 3)
+_MAX_INT64 = (1 << 63) - 1
+
+_PLAIN: Mapping[GGMLQuantizationType, torch.dtype] = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F64: torch.float64,
+    GGMLQuantizationType.I8: torch.int8,
+    GGMLQuantizationType.I16: torch.int16,
+    GGMLQuantizationType.I32: torch.int32,
+    GGMLQuantizationType.I64: torch.int64,
+}
+_UNPACKED = (GGMLQuantizationType.Q8_0,)
+_READ = "F32, F16, BF16 and Q8_0"
+# Kinds of metadata values: name and struct code; strings and arrays are read by themselves.
+_SCALARS = {
+    0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"), 5: ("int32", "i"),
+    6: ("float32", "f"), 7: ("bool", "B"), 10: ("uint64", "Q"), 11: ("int64", "q"), 12: ("float64", "d"),
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_AGAIN = "the download stopped early or the file is damaged: get it again"
+
+
+@dataclass(frozen=True)
+class LongArray:
+    """An array of the metadata whose values are not kept."""
+
+    kind: str
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.length:,} values of {self.kind}"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of the header; ``begin`` counts from the start of the file."""
+
+    info: TensorInfo
+    kind: GGMLQuantizationType
+    begin: int
+
+
+class GgufSource(FileSource):
+    """Tensors of a GGUF file, mapped; packed ones are unpacked to float32 when read. ``config`` is the metadata."""
+
+    def __init__(
+        self, stamp: FileStamp, data: mmap.mmap, metadata: Mapping[str, Any], entries: Sequence[_Entry]
+    ) -> None:
+        self._data: mmap.mmap | None = data
+        self._entries = {entry.info.name: entry for entry in entries}
+        super().__init__(stamp.path, "gguf", [entry.info for entry in entries], [stamp], metadata)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        entry, data = self._entries[name], self._data
+        assert data is not None
+        info = entry.info
+        if info.unreadable:
+            raise CheckpointError(f"{self.path}: tensor {quoted(name)} {info.unreadable}")
+        count = math.prod(info.shape)
+        if entry.kind in _PLAIN:
+            tensor = torch.frombuffer(data, dtype=info.dtype, count=count, offset=entry.begin)
+            # An alignment below the size of an element is allowed, and kernels may count on more.
+            return (tensor if entry.begin % info.dtype.itemsize == 0 else tensor.clone()).reshape(info.shape)
+        packed = np.frombuffer(data, dtype=np.uint8, count=info.packed_bytes, offset=entry.begin)
+        return torch.from_numpy(_unpack(packed, entry.kind, count)).reshape(info.shape)
+
+    def close(self) -> None:
+        """Let go of the file. Tensors already read stay valid: they hold the mapping."""
+        super().close()
+        self._data = None
+
+
+def _unpack(packed: np.ndarray, kind: GGMLQuantizationType, count: int) -> np.ndarray:
+    """float32 [count], a few blocks at a time: the package's own way takes several times the tensor's memory."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    flat = np.empty(count, dtype=np.float32)
+    for first in range(0, count // block, _UNPACK_BLOCKS):
+        last = min(first + _UNPACK_BLOCKS, count // block)
+        flat[first * block : last * block] = dequantize(packed[first * block_bytes : last * block_bytes], kind)
+    return flat
+
+
+def open_gguf(stamp: FileStamp) -> GgufSource:
+    """Open a GGUF file; tensors of types that are not read are listed all the same, and refused when read.
+
+    Raises CheckpointError for a file that is cut short, of another version or byte order, one part of several; for
+    counts, lengths, sizes and offsets that do not fit the file; and for keys or names given twice.
+    """
+    path = stamp.path
+    if stamp.size < 24:
+        raise CheckpointError(f"{path} is cut short: {stamp.size} bytes cannot hold a GGUF header", _AGAIN)
+    try:
+        with path.open("rb") as file:
+            # Copy on write: a tensor is the file's own pages, and nothing can be written through it.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as err:
+        raise CheckpointError(f"{path} cannot be mapped: {err}") from None
+    header = _Header(data, path)
+    metadata, tensors = header.read()
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise CheckpointError(
+            f"{path}: general.alignment is {quoted(alignment)}, expected a power of two up to {MAX_ALIGNMENT:,}"
+        )
+    if type(parts := metadata.get("split.count", 0)) is int and parts > 1:
+        raise CheckpointError(f"{path} is one of {parts} parts", "merge them first: llama-gguf-split --merge")
+    start = _aligned(header.at, alignment)
+    _check_layout(tensors, start, alignment, stamp)
+    entries = [_Entry(one.info, one.kind, start + one.begin) for one in tensors]
+    return GgufSource(stamp, data, metadata, entries)
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _check_layout(entries: Sequence[_Entry], start: int, alignment: int, stamp: FileStamp) -> None:
+    """The tensors lie one after another, each at the first aligned place; nothing but padding follows the last."""
+    path, position, before = stamp.path, 0, "the header"
+    for entry in sorted(entries, key=lambda entry: entry.begin):
+        name = quoted(entry.info.name)
+        end = entry.begin + entry.info.stored_bytes
+        if start + end > stamp.size:
+            raise CheckpointError(
+                f"{path} is cut short: tensor {name} ends at byte {start + end:,}, the file has {stamp.size:,}", _AGAIN
+            )
+        if entry.begin != _aligned(position, alignment):
+            raise CheckpointError(
+                f"{path}: tensor {name} has the offset {entry.begin:,}, expected {_aligned(position, alignment):,}, "
+                f"the first multiple of {alignment} after {before}",
+                _AGAIN,
+            )
+        position, before = end, name
+    if stamp.size > _aligned(start + position, alignment):
+        raise CheckpointError(f"{path} has {stamp.size - start - position:,} bytes after the last tensor", _AGAIN)
+
+
+class _Header:
+    """A cursor over the head of the file; every step asks first whether the file goes on that far."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
+
+    def fail(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}", _AGAIN)
+
+    def read(self) -> tuple[dict[str, Any], list[_Entry]]:
+        """Metadata, and the tensors with offsets from the start of the data."""
+        magic = self.take(4, "the magic number")
+        if magic != b"GGUF":
+            raise CheckpointError(f"{self.path} is no GGUF file: it starts with {quoted(magic)}, expected b'GGUF'")
+        version = self.number("I", "the version")
+        if version & 0xFFFF == 0:
+            raise CheckpointError(f"{self.path} is a big-endian GGUF file, only little-endian ones are read")
+        if version not in _VERSIONS:
+            raise CheckpointError(
+                f"{self.path} has GGUF version {version}, expected {' or '.join(map(str, _VERSIONS))}",
+                "convert the model again with a current converter",
+            )
+        tensor_count, key_count = self.number("Q", "the number of tensors"), self.number("Q", "the number of keys")
+        self.check_count(tensor_count, MAX_TENSORS, 33, "tensors")
+        self.check_count(key_count, MAX_KEYS, 14, "keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self.text(MAX_KEY_BYTES, "a key")
+            if key in metadata:
+                raise self.fail(f"the key {quoted(key)} is given twice")
+            metadata[key] = self.value(key)
+        entries: dict[str, _Entry] = {}
+        for _ in range(tensor_count):
+            entry = self.tensor()
+            if entry.info.name in entries:
+                raise self.fail(f"tensor {quoted(entry.info.name)} is given twice")
+            entries[entry.info.name] = entry
+        return metadata, list(entries.values())
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > len(self.data) - self.at:
+            raise CheckpointError(
+                f"{self.path} is cut short: {what} would reach byte {self.at + count:,}, the file has {len(self.data):,}",
+                _AGAIN,
+            )
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(code), what))[0]
+
+    def check_count(self, count: int, most: int, least_bytes: int, what: str) -> None:
+        room = (len(self.data) - self.at) // least_bytes
+        if count > min(most, room):
+            raise self.fail(f"the header claims {count:,} {what}, more than {min(most, room):,} is not possible here")
+
+    def text(self, most: int, what: str) -> str:
+        length = self.number("Q", f"the length of {what}")
+        if length > most:
+            raise self.fail(f"{what} claims {length:,} bytes, at most {most:,} are read")
+        raw = self.take(length, what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as err:
+            raise self.fail(f"{what} is not UTF-8 text: byte {err.start} of {quoted(raw)}") from None
+
+    def value(self, key: str) -> Any:
+        what = f"the value of {quoted(key)}"
+        kind = self.number("I", what)
+        if kind == _ARRAY:
+            return self.array(what)
+        return self.item(kind, what)
+
+    def item(self, kind: int, what: str) -> Any:
+        if kind == _STRING:
+            return self.text(MAX_STRING_BYTES, what)
+        if kind not in _SCALARS:
+            raise self.fail(f"{what} is of the unknown kind {kind}")
+        name, code = _SCALARS[kind]
+        number = self.number(code, what)
+        if name == "bool" and number not in (0, 1):
+            raise self.fail(f"{what} is the truth value {number}, expected 0 or 1")
+        if name == "float32":  # 1e-05 instead of 9.999999747378752e-06: the shortest that rounds to the same float32
+            return float(str(np.float32(number)))
+        return bool(number) if name == "bool" else number
+
+    def array(self, what: str) -> list[Any] | LongArray:
+        kind, length = self.number("I", what), self.number("Q", what)
+        if kind == _ARRAY:
+            raise self.fail(f"{what} is an array of arrays, which is not read")
+        if kind != _STRING and kind not in _SCALARS:
+            raise self.fail(f"{what} is an array of the unknown kind {kind}")
+        size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind][1])
+        if length > (len(self.data) - self.at) // size:
+            raise self.fail(f"{what} claims {length:,} values, more than the file could hold")
+        if length <= SHORT_ARRAY:
+            return [self.item(kind, what) for _ in range(length)]
+        if kind != _STRING:
+            self.take(length * size, what)
+            return LongArray(_SCALARS[kind][0], length)
+        for _ in range(length):
+            self.skip_text(what)
+        return LongArray("string", length)
+
+    def skip_text(self, what: str) -> None:
+        """Tokens need not be UTF-8, and there are many of them: only their lengths are looked at."""
+        length = self.number("Q", what)
+        if length > min(MAX_STRING_BYTES, len(self.data) - self.at):
+            raise self.fail(f"{what} holds a string of {length:,} bytes, more than is possible here")
+        self.at += length
+
+    def tensor(self) -> _Entry:
+        name = self.text(MAX_NAME_BYTES, "the name of a tensor")
+        what = f"tensor {quoted(name)}"
+        dimensions = self.number("I", what)
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise self.fail(f"{what} has {dimensions:,} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        sizes = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions, what))
+        if 0 in sizes or math.prod(sizes) > _MAX_INT64:
+            raise self.fail(f"{what} has the sizes {quoted(sizes)}, expected sizes above 0 that a file could hold")
+        kind = self.kind(self.number("I", what), what)
+        offset = self.number("Q", what)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if sizes[0] % block:
+            raise self.fail(f"{what} is {kind.name} with rows of {sizes[0]:,}, expected a multiple of {block}")
+        if offset > _MAX_INT64:
+            raise self.fail(f"{what} has the offset {offset:,}, which no file has")
+        shape = tuple(reversed(sizes))
+        if kind in _PLAIN:
+            return _Entry(TensorInfo(name, shape, _PLAIN[kind]), kind, offset)
+        why_not = "" if kind in _UNPACKED else f"is of the type {kind.name}; kittiwake reads {_READ}"
+        packed_bytes = math.prod(sizes) // block * block_bytes
+        return _Entry(TensorInfo(name, shape, torch.float32, kind.name, packed_bytes, why_not), kind, offset)
+
+    def kind(self, number: int, what: str) -> GGMLQuantizationType:
+        try:
+            return GGMLQuantizationType(number)
+        except ValueError:
+            raise self.fail(f"{what} is of the unknown type {number}; kittiwake reads {_READ}") from None

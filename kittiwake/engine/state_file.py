@@ -1,0 +1,222 @@
+"""A kept state in a file, format 1: one safetensors file, whole or not at all, bit for bit what was kept.
+
+Its ``__metadata__`` says what it belongs to (family, digest and dtype of the model) and how far it has come (position,
+hash of the tokens); its tensors are the parts of the state (``state.NAME``, [L, *shape]), the last logits and the tokens
+themselves. One sha-256 covers all of it. The same state gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kittiwake import __version__
+from kittiwake.checkpoints.files import FileStamp, new_file, quoted, writing
+from kittiwake.checkpoints.safetensors import read_header
+from kittiwake.checkpoints.strict_json import load_json_strict
+from kittiwake.engine.request import KeptState
+from kittiwake.engine.states import SavedState, StateSpec
+from kittiwake.errors import CheckpointError, StateFileError
+
+FORMAT = 1
+KIND = "kittiwake-state"
+MAX_HEADER_BYTES = 1 << 20
+
+_KEYS = {"kind", "format", "builder", "family", "model", "dtype", "position", "tokens_sha256", "initial", "sha256"}
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "uint8": "U8"}
+_DAMAGED = "the file is damaged: save the state again, or get the file again from where it came"
+
+
+@dataclass(frozen=True)
+class StateOwner:
+    """The model that a state belongs to; all of it must be the same where the state goes on."""
+
+    family: str
+    model: str
+    """64 hex digits (``Loaded.digest``)."""
+    dtype: str
+    """How the weights are kept: "fp32" or "bf16"."""
+    spec: StateSpec
+    vocab_size: int
+
+
+def save_state(path: Path, kept: KeptState, owner: StateOwner, *, replace: bool = False) -> None:
+    """Write a kept state to a new file, synced to the disk; nothing is left behind when that fails.
+
+    Raises StateError for a state of another model, OutputError where the file cannot be written or, without
+    ``replace``, exists.
+    """
+    arrays = _arrays(kept)
+    _check_parts(kept, owner, "the state")
+    content = {
+        "kind": KIND,
+        "format": str(FORMAT),
+        "builder": __version__,
+        "family": owner.family,
+        "model": owner.model,
+        "dtype": owner.dtype,
+        "position": str(kept.saved.position),
+        "tokens_sha256": hashlib.sha256(_bytes(arrays["tokens"])).hexdigest(),
+        "initial": kept.initial,
+    }
+    content["sha256"] = _digest(content, arrays)
+    header = _header(content, arrays)
+    with new_file(path, replace=replace) as partial, writing(path), partial.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for array in arrays.values():
+            file.write(_bytes(array))
+
+
+def load_state(path: Path, owner: StateOwner) -> KeptState:
+    """The state a file holds. Raises StateFileError for a file that is damaged, is none, or is of another model."""
+    try:
+        content, arrays = _read(path)
+    except CheckpointError as err:
+        raise StateFileError(err.message, _DAMAGED) from None
+    _check_owner(path, content, owner)
+    parts = {name.removeprefix("state."): array for name, array in arrays.items() if name.startswith("state.")}
+    tokens = tuple(arrays["tokens"].tolist())
+    kept = KeptState(SavedState(int(content["position"]), parts), tokens, arrays.get("logits"), content["initial"])
+    _check_parts(kept, owner, str(path))
+    return kept
+
+
+def parts_digest(saved: SavedState) -> str:
+    """sha-256 (hex) over the names and values of a state's parts: what a sequence that began from it is told by."""
+    digest = hashlib.sha256()
+    for name, array in sorted(saved.parts.items()):
+        digest.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
+        digest.update(_bytes(np.ascontiguousarray(array)))
+    return digest.hexdigest()
+
+
+def _arrays(kept: KeptState) -> dict[str, np.ndarray]:
+    """Every tensor of the file in file order, contiguous and little-endian."""
+    arrays = {f"state.{name}": array for name, array in sorted(kept.saved.parts.items())}
+    if kept.logits is not None:
+        arrays["logits"] = kept.logits
+    arrays["tokens"] = np.asarray(kept.tokens, dtype=np.int32)
+    little = {name: np.ascontiguousarray(a, dtype=a.dtype.newbyteorder("<")) for name, a in arrays.items()}
+    # widest types first, so that every array lies on a multiple of its size
+    return dict(sorted(little.items(), key=lambda item: -item[1].itemsize))
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _digest(content: dict[str, str], arrays: dict[str, np.ndarray]) -> str:
+    """sha-256 (hex) over the header without its digest, and the data."""
+    covered = {key: value for key, value in content.items() if key != "sha256"}
+    digest = hashlib.sha256(_header(covered, arrays))
+    for array in arrays.values():
+        digest.update(_bytes(array))
+    return digest.hexdigest()
+
+
+def _header(content: dict[str, str], arrays: dict[str, np.ndarray]) -> bytes:
+    """The header's one spelling, padded so that the data begins on a multiple of eight."""
+    header: dict[str, Any] = {"__metadata__": content}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Metadata and tensors of a state file, every byte checked; whose state it is, is not looked at."""
+    stamp = FileStamp.of(path, StateFileError)
+    entries = read_header(stamp)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        raw = file.read(length) if length <= MAX_HEADER_BYTES else b"{}"
+        header = load_json_strict(raw, what=f"the header of {path}", error=StateFileError)
+        content = _check_content(path, header.get("__metadata__"))
+        data = np.fromfile(file, dtype=np.uint8)
+    stamp.check_unchanged()
+    names = {short: name for name, short in _DTYPES.items()}
+    arrays = {}
+    for entry in entries:
+        kind = names.get(header[entry.info.name]["dtype"])
+        if kind is None:
+            raise StateFileError(
+                f"{path}: {quoted(entry.info.name)} is {entry.info.dtype}, which no state has", _DAMAGED
+            )
+        values = data[entry.begin : entry.end].view(np.dtype(kind).newbyteorder("<"))
+        arrays[entry.info.name] = values.reshape(entry.info.shape).astype(kind, copy=False)
+    if _header(content, arrays) != raw or _digest(content, arrays) != content["sha256"]:
+        raise StateFileError(f"{path} does not hold what was saved: its sha-256 is another", _DAMAGED)
+    _check_tokens(path, content, arrays)
+    return content, arrays
+
+
+def _check_content(path: Path, content: Any) -> dict[str, str]:
+    """The metadata of a state file in a format that this version reads."""
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise StateFileError(f"{path} is not a saved state of kittiwake", "kittiwake run --save-state makes one")
+    number, builder = content.get("format", ""), content.get("builder", "")
+    if not number.isascii() or not number.isdigit() or len(number) > 9 or int(number) < 1:
+        raise StateFileError(f"{path}: format is {quoted(number)}, expected a positive number", _DAMAGED)
+    if int(number) > FORMAT:
+        raise StateFileError(
+            f"{path} has state format {int(number)}, written by kittiwake {quoted(builder)}; this version reads {FORMAT}",
+            "use that version or a newer one",
+        )
+    if content.keys() != _KEYS:
+        wrong = sorted(content.keys() ^ _KEYS)
+        raise StateFileError(f"{path}: the header lacks or should not have {quoted(wrong)}", _DAMAGED)
+    return dict(content)
+
+
+def _check_tokens(path: Path, content: dict[str, str], arrays: dict[str, np.ndarray]) -> None:
+    """Position, tokens and their hash agree."""
+    tokens = arrays.get("tokens")
+    if tokens is None or tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise StateFileError(f"{path} holds no list of tokens", _DAMAGED)
+    if content["position"] != str(len(tokens)):
+        raise StateFileError(
+            f"{path} is at position {quoted(content['position'])} after {len(tokens)} tokens", _DAMAGED
+        )
+    if content["tokens_sha256"] != hashlib.sha256(_bytes(tokens.astype("<i4"))).hexdigest():
+        raise StateFileError(f"{path}: the hash of its tokens is another", _DAMAGED)
+
+
+def _check_owner(path: Path, content: dict[str, str], owner: StateOwner) -> None:
+    """Raise StateFileError naming everything that differs."""
+    differing = [
+        f"{what} {quoted(content[what])}, here {quoted(here)}"
+        for what, here in (("family", owner.family), ("model", owner.model), ("dtype", owner.dtype))
+        if content[what] != here
+    ]
+    if differing:
+        hint = "a state goes on only with the very model that made it, its weights kept in the same dtype"
+        raise StateFileError(f"{path} is the state of another model: {'; '.join(differing)}", hint)
+
+
+def _check_parts(kept: KeptState, owner: StateOwner, what: str) -> None:
+    """Raise StateFileError unless shapes, types and token ids are the model's."""
+    expected = {part.name: ((owner.spec.layers, *part.shape), part.dtype) for part in owner.spec.parts}
+    found = {name: (array.shape, array.dtype.name) for name, array in kept.saved.parts.items()}
+    if found.keys() != expected.keys():
+        raise StateFileError(f"{what} has the parts {sorted(found)}, this model's are {sorted(expected)}")
+    for name, (shape, dtype) in expected.items():
+        if found[name] != (shape, dtype):
+            raise StateFileError(f"{what}: part {name} is {found[name][1]} {found[name][0]}, expected {dtype} {shape}")
+    logits = kept.logits
+    if logits is not None and (logits.shape != (owner.vocab_size,) or logits.dtype != np.float32):
+        raise StateFileError(
+            f"{what}: logits are {logits.dtype} {logits.shape}, expected float32 {(owner.vocab_size,)}"
+        )
+    if logits is None and kept.tokens:
+        raise StateFileError(f"{what} has seen {len(kept.tokens)} tokens but holds no logits")
+    if kept.saved.position != len(kept.tokens):
+        raise StateFileError(f"{what} is at position {kept.saved.position} after {len(kept.tokens)} tokens")
+    if kept.tokens and not 0 <= min(kept.tokens) <= max(kept.tokens) < owner.vocab_size:
+        raise StateFileError(f"{what} holds token ids outside the vocabulary of {owner.vocab_size}")

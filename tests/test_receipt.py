@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kittiwake.bench.shapes import random_rwkv7, small
+from kittiwake.errors import CheckpointError
+from kittiwake.llm import LLM
+from kittiwake.receipt import receipt_digest
+from tests.models import tiny_llm
+
+
+def test_a_receipt_says_what_the_bits_depend_on() -> None:
+    receipt = tiny_llm().receipt()
+    assert json.loads(json.dumps(receipt)) == receipt
+    assert set(receipt) == {"format", "model", "device", "products", "kernels", "versions", "settings", "digest"}
+    assert {"kittiwake", "torch", "numpy", "numba"} <= set(receipt["versions"])
+    assert receipt["device"]["threads"] == 1
+    assert receipt["products"]
+    assert receipt["digest"] == receipt_digest(receipt) == tiny_llm().receipt()["digest"]
+
+
+def test_what_a_stopwatch_chose_is_not_in_the_digest() -> None:
+    receipt = tiny_llm().receipt()
+    digest = receipt["digest"]
+    receipt["products"].reverse()
+    for row in receipt["products"]:
+        row["wide_from"] += 16
+    assert receipt_digest(receipt) == digest
+    receipt["products"][0]["k_block"] += 1
+    assert receipt_digest(receipt) != digest
+    assert receipt_digest(tiny_llm().receipt() | {"settings": {"MKL_CBWR": "AVX2"}}) != digest
+
+
+def test_other_weights_are_another_receipt_and_changed_files_none(tmp_path: Path) -> None:
+    digests = set()
+    for seed in (1, 2):
+        torch.save(random_rwkv7(small(layers=2), seed=seed), tmp_path / f"{seed}.pth")
+        with LLM(tmp_path / f"{seed}.pth", threads=1) as llm:
+            digests.add(llm.receipt()["digest"])
+    assert len(digests) == 2
+    with LLM(tmp_path / "1.pth", threads=1) as llm:
+        torch.save({"x": torch.zeros(3)}, tmp_path / "1.pth")
+        with pytest.raises(CheckpointError, match="changed"):
+            llm.receipt()

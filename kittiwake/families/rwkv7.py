@@ -456,7 +456,7 @@ class Rwkv7Model:
 
         norm = self._norms["embedding_norm"]
         embed_rows(self._embedding, batch.token_ids, norm[0], norm[1], _EPS, x)
-        y = get("y", 0, width)  # nothing to add before the first layer
+        y = get("nothing", 0, width)  # nothing to add before the first layer
         for index, layer in enumerate(self._layers):
             # time mix
             shift(y, layer.time_norm, att_shifts[index], layer.time_mixes, mixed)

@@ -1,9 +1,15 @@
-"""Readable reference in numpy: float64 sums over a sorted copy, where the fast one searches a threshold."""
+"""Readable reference in numpy: float64 sums over a sorted copy, where the fast one searches a threshold.
+
+The fast one takes exponentials in float32: a number that falls within 5e-6 of a border between two tokens, or a
+``top_p`` that falls so close to a step of the mass, may come out on its other side.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+NOT_FINITE = -1
+"""Drawn for a row whose logits hold NaN or plus infinity, or nothing but minus infinity."""
 _MASK = 0xFFFFFFFF
 
 
@@ -41,7 +47,9 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, top_p: float, seed: int, position: int) -> int:
-    """One token id; logits float32 [vocab]."""
+    """One token id, or NOT_FINITE where none can be drawn; logits float32 [vocab]."""
+    if np.isnan(logits).any() or not np.isfinite(logits.max()):
+        return NOT_FINITE
     if temperature == 0:
         return int(np.argmax(logits))
     mask = kept(logits, temperature, top_k, top_p)

@@ -182,7 +182,7 @@ def main() -> None:
     if options.package and options.shape:
         document |= against_package(options.shape, loaded, max(1, options.rounds // 3))
     text = json.dumps(document, indent=2)
-    print(text)
+    sys.stdout.write(text + "\n")
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
 

@@ -325,7 +325,7 @@ class Rwkv7Model:
 
         norm = self._norms["embedding_norm"]
         embed_rows(self._embedding, batch.token_ids, norm[0], norm[1], self._eps, x)
-        y = get("y", 0, width)  # nothing to add before the first layer
+        y = get("nothing", 0, width)  # nothing to add before the first layer
         for index, layer in enumerate(self._layers):
             if index in wanted:
                 wanted[index][:] = x[:rows] + y[:rows] if index else x[:rows]

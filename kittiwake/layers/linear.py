@@ -7,6 +7,7 @@ torch only where it has the very same bits. See docs/exactness.md.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,7 @@ ROW_MULTIPLE = 4
 """torch's float32 product gives a row the same bits at every row count that is a multiple of this."""
 WIDE_ROWS = 512
 """Most rows torch is given at once: the probe covers counts up to here."""
-WIDE_COLUMNS = 8192
-"""Most columns torch is given at once: bounds the buffer that bfloat16 weights are widened into."""
+HUGE_PAGE_BYTES = 2 << 20
 _SHARE_COLUMNS = 16
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -34,6 +34,19 @@ STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def padded(rows: int) -> int:
     """The next multiple of four: how many rows every buffer has."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def huge_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised vector on huge pages, where the system grants them: strided reads then miss fewer page entries."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=dtype)
+    size = max(1, -(-count * dtype.itemsize // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without huge pages: the same memory on small ones
+    return torch.frombuffer(memory, dtype=dtype, count=count)
 
 
 @contextmanager
@@ -79,23 +92,50 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
+        self._views: dict[str, tuple[int, int, np.ndarray]] = {}
         self.lock = threading.Lock()
         """Held by a forward: buffers of one model serve one batch at a time."""
 
     def get(self, name: str, rows: int, columns: int) -> np.ndarray:
-        """Float32 [padded(rows), columns]; rows beyond ``rows`` are zero, the others hold what they held."""
+        """Float32 [padded(rows), columns]; rows beyond ``rows`` are zero, the others hold what they held.
+
+        Whoever writes the rows beyond ``rows`` writes zeros, so that a view may be handed out again as it is.
+        """
+        last = self._views.get(name)
+        if last is not None and last[0] == rows and last[1] == columns:
+            return last[2]
         size = padded(rows) * columns
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             buffer = self._buffers[name] = np.empty(size, dtype=np.float32)
         view = buffer[:size].reshape(padded(rows), columns)
         view[rows:] = 0
+        self._views[name] = (rows, columns, view)
         return view
 
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some columns of a product, kept as one piece [K, columns] so that a thread reads its weights front to back."""
+
+    product: Product
+    pick: Pick
+    first: int
+    last: int
+    y_column: int
+    """Where column ``first`` goes in the output."""
+    offset: int
+    """Where the piece begins in the group's weights."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the piece."""
+        return self.last - self.first
 
 
 class LinearGroup:
@@ -107,48 +147,39 @@ class LinearGroup:
         self.products = tuple(products)
         self.columns = sum(p.columns for p in products)
         """Columns of the output."""
-        self._picks = [picks[p.depth, p.columns] for p in products]
+        self._tiles = _cut(products, picks, threads)
         # one switch for the whole group, set by its largest weight
-        largest = max(range(len(self.products)), key=lambda i: self.products[i].depth * self.products[i].columns)
-        self.wide_from = self._picks[largest].wide_from
-        self._proved = [index for index, pick in enumerate(self._picks) if pick.wide_from]
-        unproved = [index for index, pick in enumerate(self._picks) if not pick.wide_from]
-        self._weights = torch.empty(sum(p.depth * p.columns for p in products), dtype=STORED[dtype])
+        self.wide_from = picks[max((p.depth * p.columns, p.depth, p.columns) for p in products)[1:]].wide_from
+        self._proved = [tile for tile in self._tiles if tile.pick.wide_from]
+        unproved = [index for index, tile in enumerate(self._tiles) if not tile.pick.wide_from]
+        self._weights = huge_empty(sum(p.depth * p.columns for p in products), STORED[dtype])
         self._flat = (self._weights.view(torch.uint16) if dtype == "bf16" else self._weights).numpy()
-        self._table = self._make_table()
-        self._shares = _share_out(self.products, range(len(self.products)), threads)
-        self._unproved_shares = _share_out(self.products, unproved, threads) if unproved else None
+        self._table = _table(self._tiles)
+        self._shares = _share_out(self._tiles, range(len(self._tiles)), threads)
+        self._unproved_shares = _share_out(self._tiles, unproved, threads) if unproved else None
         self._loaded: set[str] = set()
-
-    def _make_table(self) -> np.ndarray:
-        rows, weight, y_column = [], 0, 0
-        for p, pick in zip(self.products, self._picks, strict=True):
-            activation = ACTIVATIONS.index(p.activation)
-            rows.append((p.x_column, p.depth, p.columns, weight, y_column, pick.k_block, activation))
-            weight += p.depth * p.columns
-            y_column += p.columns
-        return np.asarray(rows, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights: what one pass over the group reads."""
         return self._weights.numel() * self._weights.element_size()
 
-    def weight(self, index: int) -> torch.Tensor:
-        """The weight of a product as kept, [K, N], a view."""
-        p, offset = self.products[index], int(self._table[index, 3])
-        return self._weights[offset : offset + p.depth * p.columns].view(p.depth, p.columns)
+    def piece(self, tile: Tile) -> torch.Tensor:
+        """The weights of a tile as kept, [K, columns], a view."""
+        size = tile.product.depth * tile.columns
+        return self._weights[tile.offset : tile.offset + size].view(tile.product.depth, tile.columns)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a weight [N, K] into its place, transposed and rounded to the group's dtype."""
-        for index, p in enumerate(self.products):
-            if p.name == name:
-                if tuple(tensor.shape) != (p.columns, p.depth):
-                    raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {(p.columns, p.depth)}")
-                self.weight(index).copy_(tensor.t())
-                self._loaded.add(name)
-                return
-        raise ModelError(f"{name} is not a weight of this group: {[p.name for p in self.products]}")
+        tiles = [tile for tile in self._tiles if tile.product.name == name]
+        if not tiles:
+            raise ModelError(f"{name} is not a weight of this group: {[p.name for p in self.products]}")
+        expected = (tiles[0].product.columns, tiles[0].product.depth)
+        if tuple(tensor.shape) != expected:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+        for tile in tiles:
+            self.piece(tile).copy_(tensor[tile.first : tile.last].t())
+        self._loaded.add(name)
 
     def check_loaded(self) -> None:
         """Raise ModelError when a weight was never loaded."""
@@ -170,51 +201,83 @@ class LinearGroup:
 
     def _launch(self, x: np.ndarray, rows: int, y: np.ndarray, shares: np.ndarray) -> None:
         strip = WIDE_STRIP if rows <= ROW_MULTIPLE else STRIP
-        group_product(x[:rows], self._flat, self._table, shares, y[:rows], strip)
+        group_product(x, rows, self._flat, self._table, shares, y, strip)
 
     def run_wide(self, x: np.ndarray, rows: int, y: np.ndarray) -> None:
         """Product by product through torch, in blocks of rows and columns; those the probe did not prove, through ours."""
         if self._unproved_shares is not None:
             self._launch(x, rows, y, self._unproved_shares)
         x_rows, y_rows = torch.from_numpy(x), torch.from_numpy(y)
-        for index in self._proved:
-            p = self.products[index]
-            weight, y_column = self.weight(index), int(self._table[index, 4])
-            for left in range(0, p.columns, WIDE_COLUMNS):
-                right = min(left + WIDE_COLUMNS, p.columns)
-                part = weight[:, left:right].float()  # float32 weights: the same memory
-                for first in range(0, padded(rows), WIDE_ROWS):
-                    last = min(first + WIDE_ROWS, padded(rows))
-                    torch.mm(
-                        x_rows[first:last, p.x_column : p.x_column + p.depth],
-                        part,
-                        out=y_rows[first:last, y_column + left : y_column + right],
-                    )
+        for tile in self._proved:
+            p, columns = tile.product, slice(tile.y_column, tile.y_column + tile.columns)
+            piece = self.piece(tile).float()  # float32 weights: the same memory
+            for first in range(0, padded(rows), WIDE_ROWS):
+                block = slice(first, min(first + WIDE_ROWS, padded(rows)))
+                torch.mm(x_rows[block, p.x_column : p.x_column + p.depth], piece, out=y_rows[block, columns])
             if p.activation != "none":
-                activate_columns(y, rows, y_column, y_column + p.columns, ACTIVATIONS.index(p.activation))
+                activate_columns(y, rows, columns.start, columns.stop, ACTIVATIONS.index(p.activation))
 
     def describe(self) -> list[dict[str, Any]]:
         """One row a product: its shape and what was picked for it."""
-        rows = []
-        for p, pick in zip(self.products, self._picks, strict=True):
-            wide_from = self.wide_from if pick.wide_from else 0
-            rows.append({"depth": p.depth, "columns": p.columns, "k_block": pick.k_block, "wide_from": wide_from})
-        return rows
+        return [
+            {
+                "depth": tile.product.depth,
+                "columns": tile.product.columns,
+                "k_block": tile.pick.k_block,
+                "wide_from": self.wide_from if tile.pick.wide_from else 0,
+            }
+            for tile in self._tiles
+            if tile.first == 0
+        ]
 
 
-def _share_out(products: Sequence[Product], chosen: Iterable[int], threads: int) -> np.ndarray:
-    """int64 rows (thread, product, first column, last column): each thread reads about as many bytes."""
-    units = [(i, products[i].depth) for i in chosen for _ in range(-(-products[i].columns // _SHARE_COLUMNS))]
-    total = sum(depth for _, depth in units)
+def _cut(products: Sequence[Product], picks: dict[tuple[int, int], Pick], threads: int) -> list[Tile]:
+    """Every product in tiles: about one a thread, none too wide for a strip of the kernel."""
+    tiles, offset, y_column = [], 0, 0
+    for p in products:
+        count = threads * -(-p.columns // (threads * WIDE_STRIP)) if p.columns >= threads * STRIP // 2 else 1
+        width = -(-p.columns // (count * _SHARE_COLUMNS)) * _SHARE_COLUMNS
+        for first in range(0, p.columns, width):
+            last = min(first + width, p.columns)
+            tiles.append(Tile(p, picks[p.depth, p.columns], first, last, y_column + first, offset))
+            offset += p.depth * (last - first)
+        y_column += p.columns
+    return tiles
+
+
+def _table(tiles: Sequence[Tile]) -> np.ndarray:
+    """The kernel's table: to it, a tile is a product of its own."""
+    rows = [
+        (
+            tile.product.x_column,
+            tile.product.depth,
+            tile.columns,
+            tile.offset,
+            tile.y_column,
+            tile.pick.k_block,
+            ACTIVATIONS.index(tile.product.activation),
+        )
+        for tile in tiles
+    ]
+    return np.asarray(rows, dtype=np.int64)
+
+
+def _share_out(tiles: Sequence[Tile], chosen: Iterable[int], threads: int) -> np.ndarray:
+    """int64 rows (thread, tile, first column, last column): each thread reads about as many bytes."""
+    units = [
+        (index, first, min(first + _SHARE_COLUMNS, tiles[index].columns))
+        for index in chosen
+        for first in range(0, tiles[index].columns, _SHARE_COLUMNS)
+    ]
+    sizes = [tiles[index].product.depth * (last - first) for index, first, last in units]
+    total, done = sum(sizes), 0
     shares: list[list[int]] = []
-    done, column = 0, [0] * len(products)
-    for index, depth in units:
+    for (index, first, last), size in zip(units, sizes, strict=True):
         # a unit belongs to the thread in whose part of the bytes its middle lies
-        thread = min((2 * done + depth) * threads // (2 * total), threads - 1)
-        first, last = column[index], min(column[index] + _SHARE_COLUMNS, products[index].columns)
-        if shares and shares[-1][0] == thread and shares[-1][1] == index:
+        thread = min((2 * done + size) * threads // (2 * total), threads - 1)
+        if shares and shares[-1][:2] == [thread, index]:
             shares[-1][3] = last
         else:
             shares.append([thread, index, first, last])
-        column[index], done = last, done + depth
+        done += size
     return np.asarray(shares, dtype=np.int64)

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from kittiwake.device import cache_dir, processor_name
-from kittiwake.layers.linear import WIDE_COLUMNS, LinearGroup, Pick, Product, padded, threads_in_force
+from kittiwake.layers.linear import LinearGroup, Pick, Product, padded, threads_in_force
 from kittiwake.ops.jit import kernels_digest
 
 PROBE_ROWS = (4, 7, 8, 12, 17, 20, 28, 36, 52, 64, 68, 100, 132, 257, 508, 512, 516)
 TIMED_ROWS = (8, 16, 32, 64, 128, 256)
-_ENOUGH_COLUMNS = 2 * WIDE_COLUMNS
+_ENOUGH_COLUMNS = 16384
 _SAFE_BLOCK = 192
 _LIBRARY_SETTINGS = ("MKL_", "ATEN_", "DNNL_", "ONEDNN_", "OPENBLAS_")
 
@@ -56,7 +56,7 @@ def pick_products(
 def probe_shape(shape: Shape, threads: int) -> Pick:
     """Compare and time one (K, N) now, without the cache."""
     depth, columns = shape
-    # columns are summed one by one: two blocks of them stand for a very wide product
+    # columns are summed one by one, in tiles: some of them stand for a very wide product
     columns = min(columns, _ENOUGH_COLUMNS)
     generator = torch.Generator().manual_seed(depth * 1_000_003 + columns)
     weight = torch.randn(columns, depth, generator=generator)

@@ -13,10 +13,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from kittiwake.ops.jit import kernel
 
 _F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_BYTES = ir.IntType(8).as_pointer()
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # nine bits: n * _LN2_HIGH is exact for |n| < 2**15
 _LN2_LOW = np.float32(-2.12194440e-4)  # ln 2 - _LN2_HIGH
@@ -70,7 +73,7 @@ def bits_from_float(typingctx: Any, x: Any) -> Any:
     """The 32 bits of a float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
+        return builder.bitcast(args[0], _I32)
 
     return types.uint32(types.float32), codegen
 
@@ -80,7 +83,7 @@ def _to_int32(typingctx: Any, x: Any) -> Any:
     """float32 to int32, towards zero."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fptosi(args[0], ir.IntType(32))
+        return builder.fptosi(args[0], _I32)
 
     return types.int32(types.float32), codegen
 
@@ -90,8 +93,8 @@ def _power_of_two(typingctx: Any, n: Any) -> Any:
     """2**n as float32 for int32 n from -126 to 127."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        biased = builder.add(args[0], ir.Constant(ir.IntType(32), 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), _F32)
+        biased = builder.add(args[0], ir.Constant(_I32, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(_I32, 23)), _F32)
 
     return types.float32(types.int32), codegen
 
@@ -103,12 +106,28 @@ def widen(typingctx: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if signature.args[0] == types.float32:
             return args[0]
-        wide = builder.zext(args[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), _F32)
+        wide = builder.zext(args[0], _I32)
+        return builder.bitcast(builder.shl(wide, ir.Constant(_I32, 16)), _F32)
 
     if value not in (types.float32, types.uint16):
         return None
     return types.float32(value), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, values: Any, index: Any) -> Any:
+    """Ask for the cache line of values[index] (a contiguous vector) ahead of its use; changes no value."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = make_array(signature.args[0])(context, builder, args[0])
+        pointer = builder.bitcast(builder.gep(vector.data, [args[1]]), _BYTES)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], kind)
+        # read, keep in every cache level, data
+        builder.call(hint, [pointer, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64), codegen
 
 
 @kernel()

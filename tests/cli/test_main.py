@@ -97,9 +97,15 @@ def test_a_fault_of_ours_is_told_apart_from_a_failed_check(call: Call, fake_modu
 
 def test_how_idle_threads_wait_is_set_before_torch_comes_in() -> None:
     script = (
-        "import os, sys\nfrom kittiwake.cli.main import main\nmain(['--version'])\n"
+        "import os, sys\nfrom kittiwake import device\ndevice.is_busy = lambda: {busy}\n"
+        "from kittiwake.cli.main import main\nmain(['--version'])\n"
         "print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     )
-    for given, expected in (({}, "None 5000"), ({"OMP_WAIT_POLICY": "active"}, "active None")):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=given)
+    for given, busy, expected in (
+        ({}, False, "None 5000"),
+        ({}, True, "passive None"),
+        ({"OMP_WAIT_POLICY": "active"}, False, "active None"),
+    ):
+        command = [sys.executable, "-c", script.replace("{busy}", str(busy))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=given)
         assert done.stdout.splitlines()[-1] == f"{expected} False"

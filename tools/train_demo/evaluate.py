@@ -11,6 +11,7 @@ import json
 import lzma
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import Config, Model, keep_mask
-from wkv7 import CHUNK, SEQUENCE, build_library, load_library
+from wkv7 import CHUNK, SEQUENCE, build_cpu_library, build_library, load_cpu_library, load_library
 
+BATCH = 256  # texts continued at a time
 PROMPTS = [
     "It was a dark and stormy night",
     "The old sailor looked at the sea and said,",
@@ -84,7 +86,7 @@ def nats(model: Model, rows: Tensor, wanted: Tensor, targets: Tensor, batch_toke
 
 
 def windows(books: list[Tensor], steps: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut books into windows of `steps` inputs, `stride` apart; every token is scored once, by the first window with it.
+    """Cut books into windows of `steps` inputs, `stride` apart; the first window with a token scores it.
 
     Returns ids, wanted, targets, each [windows, steps]; short windows are padded on the right.
     """
@@ -112,14 +114,16 @@ def bits_per_byte(model: Model, held: HeldOut, steps: int = 4096, stride: int | 
 
 def streamed_bits_per_byte(model: Model, held: HeldOut) -> float:
     """Bits per byte with each book read from its first to its last token in one go, the state carried throughout."""
-    longest = max(len(book) for book in held.books) - 1
-    steps = (longest + CHUNK - 1) // CHUNK * CHUNK
-    return nats(model, *windows(held.books, steps, steps)) / math.log(2) / held.bytes
+    total = 0.0
+    for book in held.books:
+        steps = (len(book) + CHUNK - 2) // CHUNK * CHUNK
+        total += nats(model, *windows([book], steps, steps))
+    return total / math.log(2) / held.bytes
 
 
-def _padded_rows(prompts: list[list[int]], extra: int) -> tuple[Tensor, Tensor]:
+def _padded_rows(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([len(p) for p in prompts])
-    steps = (int(lengths.max()) + extra + CHUNK - 1) // CHUNK * CHUNK
+    steps = (int(lengths.max()) + CHUNK - 1) // CHUNK * CHUNK
     rows = torch.zeros(len(prompts), steps, dtype=torch.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
@@ -128,25 +132,31 @@ def _padded_rows(prompts: list[list[int]], extra: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def generate(
-    model: Model, prompts: list[list[int]], count: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+    model: Model,
+    prompts: list[list[int]],
+    count: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    finished: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Continue token lists by `count` ids each (temperature 0: greedy). The prefix is read again for every token."""
+    """Continue token lists by up to `count` ids each (temperature 0: greedy).
+
+    The prefix is read again for every token. `finished(n, ids)` may say that prompt n needs no more than `ids`.
+    """
     device = model.tensor("emb.weight").device
     generator = torch.Generator(device=device).manual_seed(seed)
     saved = SEQUENCE.steps, SEQUENCE.parts_forward, SEQUENCE.parts_backward
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))  # batches of like lengths
     out: list[list[int]] = [[] for _ in prompts]
-    batch = 1024
-    for first in range(0, len(order), batch):
-        chosen = order[first : first + batch]
-        rows, lengths = _padded_rows([prompts[n] for n in chosen], count)
-        rows, lengths = rows.to(device), lengths.to(device)
-        set_steps(rows.shape[1])
-        keep = keep_mask(rows.numel(), rows.shape[1], device, model.dtype)
-        index = torch.arange(len(chosen), device=device)
-        for n in range(count):
-            x = model.hidden(rows.flatten().long(), keep)
-            logits = model.logits(x.view(len(chosen), rows.shape[1], -1)[index, lengths + n - 1])
+    for first in range(0, len(order), BATCH):
+        active = order[first : first + BATCH]
+        for _ in range(count):
+            rows, lengths = _padded_rows([prompts[n] + out[n] for n in active])
+            rows, lengths = rows.to(device), lengths.to(device)
+            set_steps(rows.shape[1])
+            x = model.hidden(rows.flatten().long(), keep_mask(rows.numel(), rows.shape[1], device, model.dtype))
+            logits = model.logits(x.view(*rows.shape, -1)[torch.arange(len(active), device=device), lengths - 1])
             if temperature == 0.0:
                 ids = logits.argmax(-1)
             else:
@@ -155,9 +165,12 @@ def generate(
                 probabilities = probabilities.masked_fill(outside, 0.0)
                 pick = torch.multinomial(probabilities, 1, generator=generator)
                 ids = ranked.gather(-1, pick).squeeze(-1)
-            rows[index, lengths + n] = ids.int()
-        for n, row, length in zip(chosen, rows.tolist(), lengths.tolist(), strict=True):
-            out[n] = row[length : length + count]
+            for n, token in zip(active, ids.tolist(), strict=True):
+                out[n].append(token)
+            if finished is not None:
+                active = [n for n in active if not finished(n, out[n])]
+                if not active:
+                    break
     SEQUENCE.steps, SEQUENCE.parts_forward, SEQUENCE.parts_backward = saved
     return out
 
@@ -174,11 +187,18 @@ def lambada_accuracy(model: Model, tokenizer: Tokenizer, path: str, lead: bool, 
             prompt, word = json.loads(line)["text"].rsplit(" ", 1)
             prompts.append(([0] if lead else []) + tokenizer.encode(prompt).ids)
             gold.append(word)
-    hits = 0
-    for ids, word in zip(generate(model, prompts, 8), gold, strict=True):
+
+    def answer(ids: list[int]) -> str:
         words = tokenizer.decode(ids).split()
-        hits += bool(words) and words[0].rstrip(".,;:!?\"')]}") == word
-    return hits / len(gold)
+        return words[0].rstrip(".,;:!?\"')]}") if words else ""
+
+    def finished(n: int, ids: list[int]) -> bool:
+        text = tokenizer.decode(ids).lstrip()
+        whole = len(text.split(maxsplit=1)) > 1 or text != text.rstrip()  # the first word has ended
+        return whole or not (gold[n].startswith(text) or text.startswith(gold[n]))  # or cannot become the answer
+
+    answers = generate(model, prompts, 8, finished=finished)
+    return sum(answer(ids) == word for ids, word in zip(answers, gold, strict=True)) / len(gold)
 
 
 def sample_texts(model: Model, tokenizer: Tokenizer, count: int = 200) -> str:
@@ -203,7 +223,6 @@ def full_evaluation(
         "heldout_utf8_bytes": held.bytes,
         "heldout_tokens": sum(len(b) - 1 for b in held.books),
         "heldout_bits_per_byte_windows_4096": bits_per_byte(model, held),
-        "heldout_bits_per_byte_windows_4096_stride_2048": bits_per_byte(model, held, 4096, 2048),
         "heldout_bits_per_byte_streamed": streamed_bits_per_byte(model, held),
     }
     if lambada:
@@ -240,6 +259,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         load_library(build_library(os.path.join(arguments.out, "build")))
+    else:
+        load_cpu_library(build_cpu_library(os.path.join(arguments.out, "build")))
     weights = torch.load(arguments.weights, map_location="cpu", weights_only=True)
     model = Model(config_of(weights), torch.bfloat16 if arguments.device == "cuda" else torch.float32)
     model.load(weights)

@@ -50,7 +50,13 @@ def check(tokenizer: Tokenizer, vocabulary: int) -> None:
     assert tokenizer.get_vocab_size() == vocabulary, tokenizer.get_vocab_size()
     assert tokenizer.token_to_id(END_OF_TEXT) == 0
     assert all(tokenizer.token_to_id(symbol) is not None for symbol in pre_tokenizers.ByteLevel.alphabet())
-    for text in ("Hello, world!", "  two  spaces\n\n\ttab", "naïve café — “quoted”", "日本語 🙂 \x00\x7f", "'tis don't I'll"):
+    for text in (
+        "Hello, world!",
+        "  two  spaces\n\n\ttab",
+        "naïve café — “quoted”",
+        "日本語 🙂 \x00\x7f",
+        "'tis don't I'll",
+    ):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text, text
 
 

@@ -1,7 +1,7 @@
 """RWKV-7 ("x070") for training: parameters under BlinkDL's names, a flat-token forward pass, export to `.pth`.
 
-Activations are [tokens, width] with whole sequences one after the other; `keep` [tokens, 1] is 0 at the first token of a
-sequence and 1 elsewhere, so the token shift does not reach across. Weights are float32, matrix products bfloat16 (or
+Activations are [tokens, width] with whole sequences one after the other; `keep` [tokens, 1] is 0 at the first token of
+a sequence and 1 elsewhere, so the token shift does not reach across. Weights are float32, matrix products bfloat16 (or
 float32 on the CPU). Maths and shapes: the RWKV-7 paper (arXiv 2503.14456); start values: its published recipe.
 """
 
@@ -129,7 +129,8 @@ def block(
     """
     (
         ln1_w, ln1_b, ln2_w, ln2_b, x_r, x_w, x_k, x_v, x_a, x_g, w0, a0, v0, k_k, k_a,
-        w1, w2, a1, a2, v1, v2, g1, g2, r_k, receptance, key, value, output, ln_x_w, ln_x_b, ffn_x_k, ffn_key, ffn_value,
+        w1, w2, a1, a2, v1, v2, g1, g2, r_k, receptance, key, value, output, ln_x_w, ln_x_b,
+        ffn_x_k, ffn_key, ffn_value,
     ) = parameters  # fmt: skip
     dtype = x.dtype
     tokens, width = x.shape
@@ -143,8 +144,8 @@ def block(
     r = F.linear((xn + dx * x_r).to(dtype), receptance.to(dtype))
     k = F.linear((xn + dx * x_k).to(dtype), key.to(dtype))
     v = F.linear((xn + dx * x_v).to(dtype), value.to(dtype))
-    # First halves of the low-rank pairs. (x + (prev - x) m) @ W = x @ (W (1 - m)) + prev @ (W m), and the shift commutes
-    # with the product, so one product of xn serves all four pairs.
+    # First halves of the low-rank pairs. (x + (prev - x) m) @ W = x @ (W (1 - m)) + prev @ (W m), and the shift
+    # commutes with the product, so one product of xn serves all four pairs.
     mixes = [(x_w, w1), (x_a, a1), (x_v, v1), (x_g, g1)]
     now = torch.cat([matrix * (1.0 - mix).unsqueeze(1) for mix, matrix in mixes], 1)
     before = torch.cat([matrix * mix.unsqueeze(1) for mix, matrix in mixes], 1)
@@ -185,6 +186,7 @@ class Model(nn.Module):
     """The parameters, under names with '.' written '/', and the forward pass."""
 
     def __init__(self, config: Config, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Draw start values; `dtype` is that of activations and matrix products."""
         super().__init__()
         self.config, self.dtype = config, dtype
         c = config
@@ -194,10 +196,12 @@ class Model(nn.Module):
             start |= {f"blocks.{layer}.{name}": value for name, value in initial_block(c, layer).items()}
         start |= {"ln_out.weight": torch.ones(c.width), "ln_out.bias": torch.zeros(c.width)}
         start["head.weight"] = _orthogonal((c.vocabulary, c.width), 0.5)
-        self.names = [name for name in start if not name.startswith(("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2"))]
+        self.names = [
+            name for name in start if not name.startswith(("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2"))
+        ]
         for name in self.names:
             self.register_parameter(name.replace(".", "/"), nn.Parameter(start[name]))
-        # Block 0 has no value residual: stand-ins keep the signature of all blocks alike; they are neither trained nor saved.
+        # Block 0 has no value residual: stand-ins keep all blocks alike; they are neither trained nor saved.
         self.stand_in = [nn.Parameter(start[f"blocks.0.att.{n}"]) for n in ("v0", "v1", "v2")]
         self.order = list(block_shapes(c))
         self.run_block = block

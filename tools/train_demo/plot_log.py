@@ -38,7 +38,9 @@ def main() -> None:
     values = [e["heldout_bits_per_byte"] for e in held]
     right.plot([e["tokens"] / 1e9 for e in held], values, marker=".")
     right.set(xlabel="tokens seen (billions)", ylabel="held-out bits per byte (windows of 4,096)")
-    right.annotate(f"{values[-1]:.3f}", (held[-1]["tokens"] / 1e9, values[-1]), textcoords="offset points", xytext=(-30, 8))
+    right.annotate(
+        f"{values[-1]:.3f}", (held[-1]["tokens"] / 1e9, values[-1]), textcoords="offset points", xytext=(-30, 8)
+    )
     right.grid(alpha=0.3)
     left.grid(alpha=0.3)
     figure.tight_layout()

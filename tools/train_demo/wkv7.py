@@ -32,6 +32,7 @@ class SEQUENCE:
 
 
 _LIBRARY: ctypes.CDLL | None = None
+_CPU_LIBRARY: ctypes.CDLL | None = None
 
 
 def build_library(directory: str) -> str:
@@ -51,13 +52,29 @@ def load_library(path: str) -> None:
     _LIBRARY = ctypes.CDLL(path)
 
 
+def build_cpu_library(directory: str) -> str:
+    """Compile the CPU's forward scan for this machine; return the path of the shared library."""
+    os.makedirs(directory, exist_ok=True)
+    target = os.path.join(directory, "libwkv7_cpu.so")
+    flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
+    subprocess.run(["g++", *flags, "-o", target, str(Path(__file__).with_name("wkv7_cpu.cpp"))], check=True)
+    return target
+
+
+def load_cpu_library(path: str) -> None:
+    """Load the CPU's forward scan: from now on used for float32 tensors on the CPU instead of the plain loop."""
+    global _CPU_LIBRARY
+    _CPU_LIBRARY = ctypes.CDLL(path)
+
+
 def scan(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The recurrence as a plain loop that autograd can follow; all tensors [B, T, H, 64], w already the decay factor."""
+    """The recurrence as a plain loop that autograd can follow; all tensors [B, T, H, 64], w the decay factor."""
     state = r.new_zeros(r.shape[0], r.shape[2], HEAD, HEAD)
     out = []
     for t in range(r.shape[1]):
         sa = state @ a[:, t].unsqueeze(-1)
-        state = state * w[:, t].unsqueeze(-2) + sa * b[:, t].unsqueeze(-2) + v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        write = v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        state = state * w[:, t].unsqueeze(-2) + sa * b[:, t].unsqueeze(-2) + write
         out.append((state @ r[:, t].unsqueeze(-1)).squeeze(-1))
     return torch.stack(out, 1)
 
@@ -82,16 +99,22 @@ def wkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tu
     tokens, width = r.shape
     heads = width // HEAD
     assert tokens % SEQUENCE.steps == 0 and SEQUENCE.steps % CHUNK == 0
+    r, w, k, v, a, b = (x.contiguous() for x in (r, w, k, v, a, b))
     if r.is_cuda:
-        r, w, k, v, a, b = (x.contiguous() for x in (r, w, k, v, a, b))
         y = torch.empty_like(r)
         states = torch.empty(tokens // CHUNK * heads, HEAD, HEAD, device=r.device, dtype=torch.float32)
         sa = torch.empty(r.shape, device=r.device, dtype=torch.float32)
         _call("wkv7_train_forward", [r, w, k, v, a, b, y, states, sa], tokens, heads, SEQUENCE.parts_forward)
         return y, states, sa
     decay = torch.exp(-DECAY * torch.sigmoid(w))
-    y = scan(*(_heads_first(x) for x in (r, decay, k, v, a, b)))
-    states = r.new_zeros((tokens // CHUNK * heads, HEAD, HEAD), dtype=torch.float32)  # the loop's gradient needs neither
+    if _CPU_LIBRARY is not None and r.dtype == torch.float32:
+        y = torch.empty_like(r)
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (r, decay, k, v, a, b, y)]
+        _CPU_LIBRARY.wkv7_cpu_forward(tokens // SEQUENCE.steps, SEQUENCE.steps, heads, *pointers)
+    else:
+        y = scan(*(_heads_first(x) for x in (r, decay, k, v, a, b)))
+    # The loop's gradient needs neither states nor sa.
+    states = r.new_zeros((tokens // CHUNK * heads, HEAD, HEAD), dtype=torch.float32)
     return y.reshape(r.shape).contiguous(), states, torch.zeros(r.shape, dtype=torch.float32)
 
 
@@ -112,8 +135,9 @@ def wkv7_backward(
         out = [torch.empty_like(r, memory_format=torch.contiguous_format) for _ in range(6)]
         inputs = [x.contiguous() for x in (r, w, k, v, a, b, dy, states, sa)]
         _call("wkv7_train_backward", inputs + out, tokens, width // HEAD, SEQUENCE.parts_backward)
-        return tuple(out)
-    return _backward_loop(r, w, k, v, a, b, dy)
+        return out[0], out[1], out[2], out[3], out[4], out[5]
+    gradients = _backward_loop(r, w, k, v, a, b, dy)
+    return gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], gradients[5]
 
 
 def _backward_loop(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
@@ -125,7 +149,8 @@ def _backward_loop(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Ten
     states, sas = [state], []
     for t in range(SEQUENCE.steps):
         sa = state @ as_[:, t].unsqueeze(-1)
-        state = state * ws[:, t].unsqueeze(-2) + sa * bs[:, t].unsqueeze(-2) + vs[:, t].unsqueeze(-1) * ks[:, t].unsqueeze(-2)
+        write = vs[:, t].unsqueeze(-1) * ks[:, t].unsqueeze(-2)
+        state = state * ws[:, t].unsqueeze(-2) + sa * bs[:, t].unsqueeze(-2) + write
         states.append(state)
         sas.append(sa)
     out = [torch.empty_like(rs) for _ in range(6)]
@@ -192,7 +217,7 @@ def verify(device: str = "cuda", sequences: int = 2, steps: int = 48, heads: int
             ]
             for name, got, want in pairs:
                 want = want.reshape(got.shape)
-                error = float((got.double() - want).norm() / want.norm())
+                error = float((got.detach().double() - want.detach()).norm() / want.detach().norm())
                 errors[f"{name}/{parts}"] = error
                 if not error < 6e-3:
                     raise RuntimeError(f"wkv7 kernel with {parts} parts: {name} is off by {error:.2e}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from kittiwake.ops.cpu_math import fma, sigmoid32, tanh32, widen
+from kittiwake.ops.cpu_math import fma, prefetch, sigmoid32, tanh32, widen
 from kittiwake.ops.jit import kernel
 
 TABLE_COLUMNS = ("x_column", "depth", "columns", "weight_offset", "y_column", "k_block", "activation")
@@ -24,6 +24,7 @@ STRIP = 512
 WIDE_STRIP = 2048
 """The same for a few rows: longer runs of consecutive weights read faster."""
 _UNROLL = 8
+_PREFETCH_ROWS = 4  # with more rows the arithmetic hides the wait
 _ZERO = np.float32(0.0)
 
 
@@ -90,6 +91,13 @@ def _add_eight_two_rows(acc, other, x, z, w0, w1, w2, w3, w4, w5, w6, w7):  # ty
 
 
 @kernel()
+def _prefetch_row(weights):  # type: ignore[no-untyped-def]
+    """Ask for a run of weights ahead of its use: the hardware loses track of eight short runs side by side."""
+    for n in range(0, weights.shape[0], 64 // weights.itemsize):
+        prefetch(weights, n)
+
+
+@kernel()
 def _sum_block(x, weight, acc, x_column, first, last, left, right):  # type: ignore[no-untyped-def]
     """acc [R, n] = x[:, x_column + first : x_column + last] times weight[first:last, left:right]."""
     rows = acc.shape[0]
@@ -103,6 +111,9 @@ def _sum_block(x, weight, acc, x_column, first, last, left, right):  # type: ign
         w2, w3 = weight[k + 2, left:right], weight[k + 3, left:right]
         w4, w5 = weight[k + 4, left:right], weight[k + 5, left:right]
         w6, w7 = weight[k + 6, left:right], weight[k + 7, left:right]
+        if rows <= _PREFETCH_ROWS and k + 2 * _UNROLL <= weight.shape[0]:
+            for ahead in range(k + _UNROLL, k + 2 * _UNROLL):
+                _prefetch_row(weight[ahead, left:right])
         at = x_column + k
         r = 0
         while r + 2 <= rows:
@@ -122,9 +133,8 @@ def _sum_block(x, weight, acc, x_column, first, last, left, right):  # type: ign
 
 
 @kernel()
-def _strip(x, weight, y, x_column, y_column, k_block, activation, left, right):  # type: ignore[no-untyped-def]
+def _strip(x, rows, weight, y, x_column, y_column, k_block, activation, left, right):  # type: ignore[no-untyped-def]
     """One strip of columns of one product, all rows: weight [K, left:right] → y[:, y_column + left : y_column + right]."""
-    rows = x.shape[0]
     depth = weight.shape[0]
     columns = right - left
     y_column += left
@@ -145,8 +155,8 @@ def _strip(x, weight, y, x_column, y_column, k_block, activation, left, right): 
 
 
 @kernel(parallel=True)
-def group_product(x, weights, table, shares, y, strip):  # type: ignore[no-untyped-def]
-    """All products of a group: x float32 [R, X], weights flat, table int64 [P, 7], y float32 [R, Y].
+def group_product(x, rows, weights, table, shares, y, strip):  # type: ignore[no-untyped-def]
+    """All products of a group: x float32 [≥ rows, X], weights flat, table int64 [P, 7], y float32 [≥ rows, Y].
 
     ``shares`` int64 [S, 4] rows (thread, product, first column, last column), in thread order; the bits of an output do
     not depend on how columns are shared out.
@@ -161,7 +171,7 @@ def group_product(x, weights, table, shares, y, strip):  # type: ignore[no-untyp
                 left = shares[share, 2]
                 while left < shares[share, 3]:
                     right = min(left + strip, shares[share, 3])
-                    _strip(x, weight, y, row[0], row[4], row[5], row[6], left, right)
+                    _strip(x, rows, weight, y, row[0], row[4], row[5], row[6], left, right)
                     left = right
 
 

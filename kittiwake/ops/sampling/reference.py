@@ -1,4 +1,8 @@
-"""Readable reference in numpy: float64 sums over a sorted copy, where the fast one searches a threshold."""
+"""Readable reference in numpy: float64 sums over a sorted copy, where the fast one searches a threshold.
+
+The fast one takes exponentials in float32: a number that falls within 5e-6 of a border between two tokens, or a
+``top_p`` that falls so close to a step of the mass, may come out on its other side.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+NOT_FINITE = -1
+"""Drawn for a row whose logits hold NaN or plus infinity."""
+NOTHING_LEFT = -2
+"""Drawn for a row whose logits are all minus infinity."""
 _MASK = 0xFFFFFFFF
 
 
@@ -96,7 +104,11 @@ def draw(
     min_p: float = 0.0,
     filters_first: bool = False,
 ) -> int:
-    """One token id; logits float32 [vocab]."""
+    """One token id, or NOT_FINITE or NOTHING_LEFT where none can be drawn; logits float32 [vocab]."""
+    if not (logits < np.inf).all():
+        return NOT_FINITE
+    if logits.max() == -np.inf:
+        return NOTHING_LEFT
     if temperature == 0:
         return int(np.argmax(logits))
     mask = kept(logits, temperature, top_k, top_p, min_p, filters_first)

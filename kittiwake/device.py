@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from functools import lru_cache
 from pathlib import Path
 
 from kittiwake.errors import UsageError
 
+_LOOKS = 6
 SPIN_COUNT = 5000
 """Turns an idle thread spins before it sleeps: some 100 µs, the gap between two kernels of a step."""
 
@@ -42,13 +44,18 @@ def waiting_environment() -> dict[str, str]:
 
 
 def is_busy(load_file: Path = Path("/proc/loadavg")) -> bool:
-    """Whether others have work for every core at this moment (Linux; elsewhere: no)."""
-    try:
-        # "0.30 0.25 0.20 2/157 4242": two runnable threads now, this one among them
-        running = int(load_file.read_text(encoding="ascii").split()[3].partition("/")[0])
-    except (OSError, ValueError, IndexError):
-        return False
-    return running - 1 >= (os.cpu_count() or 1)
+    """Whether others have lasting work for more cores than this process leaves them (Linux; elsewhere: no)."""
+    left = (os.cpu_count() or 1) - usable_cores()
+    for _ in range(_LOOKS):
+        try:
+            # "0.30 0.25 0.20 2/157 4242": two runnable threads now, this one among them
+            running = int(load_file.read_text(encoding="ascii").split()[3].partition("/")[0])
+        except (OSError, ValueError, IndexError):
+            return False
+        if running - 1 <= left:
+            return False  # what runs for a moment only is no load
+        time.sleep(0.001)
+    return True
 
 
 @lru_cache

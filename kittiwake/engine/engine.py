@@ -53,7 +53,7 @@ class Engine:
             self.runner.states.check_saved(start_from.saved)
             if start_from.logits.shape != (vocab,):
                 raise StateError(f"kept logits have shape {start_from.logits.shape}, this model has {vocab} tokens")
-        if not prompt_ids and start_from is None:
+        if len(prompt_ids) == 0 and start_from is None:
             raise RequestError("the prompt is empty", "give at least one token; some models begin with token 0")
         for kind, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:

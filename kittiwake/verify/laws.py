@@ -201,7 +201,7 @@ _REQUESTS = (
 
 
 def _answers(bench: _Bench, order: list[int], chunk: int, slots: int, together: bool) -> dict[int, tuple[object, str]]:
-    """Drive an engine; for each request its tokens, and the fingerprint of its kept state."""
+    """Drive an engine; for each request its tokens, and the fingerprint of its kept state. Raises what ended one."""
     loaded = bench.loaded
     engine = Engine(loaded.model, loaded.tokenizer, slots=slots, prefill_chunk=chunk, max_rows=2048)
     ids: dict[int, int] = {}
@@ -216,6 +216,8 @@ def _answers(bench: _Bench, order: list[int], chunk: int, slots: int, together: 
         engine.step()
         for request, number in list(ids.items()):
             for delta in engine.collect(number):
+                if delta.error is not None:
+                    raise delta.error
                 tokens[request].extend(delta.token_ids)
                 if delta.state is not None:
                     marks[request] = fingerprint(delta.state.logits, delta.state.saved.parts)

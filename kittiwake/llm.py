@@ -375,7 +375,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one; a list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not prompts:
+    if len(prompts) == 0:
         raise RequestError("there is no prompt to answer", "give a text, a list of token ids, or a list of such")
     if isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]

@@ -152,10 +152,12 @@ def _read_cache(path: Path) -> dict[Shape, Pick]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         picks = {(e["depth"], e["columns"]): Pick(e["k_block"], e["wide_from"]) for e in entries}
-        numbers = [number for shape, pick in picks.items() for number in (*shape, pick.k_block, pick.wide_from + 1)]
+        numbers = [(number, 1) for shape, pick in picks.items() for number in (*shape, pick.k_block)]
+        numbers += [(pick.wide_from, 0) for pick in picks.values()]
+        makes_sense = all(type(number) is int and number >= low for number, low in numbers)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return picks if all(type(number) is int and number > 0 for number in numbers) else {}
+    return picks if makes_sense else {}
 
 
 def _write_cache(path: Path, picks: dict[Shape, Pick]) -> None:

@@ -234,7 +234,10 @@ def _requests(bench: _Bench) -> list[SamplingParams]:
 
 
 def _answers(bench: _Bench, order: list[int], chunk: int, slots: int, together: bool) -> dict[int, tuple[object, str]]:
-    """Drive an engine; for each request its tokens with their log-probabilities, and its kept state's fingerprint."""
+    """Drive an engine; for each request its tokens with their log-probabilities, and its kept state's fingerprint.
+
+    Raises the error that ended a request.
+    """
     loaded, params = bench.loaded, _requests(bench)
     engine = Engine(loaded.model, loaded.tokenizer, slots=slots, prefill_chunk=chunk, max_rows=2048)
     ids: dict[int, int] = {}
@@ -249,6 +252,8 @@ def _answers(bench: _Bench, order: list[int], chunk: int, slots: int, together: 
         engine.step()
         for request, number in list(ids.items()):
             for delta in engine.collect(number):
+                if delta.error is not None:
+                    raise delta.error
                 tokens[request].append((delta.token_ids, delta.logprobs))
                 if delta.state is not None and delta.state.logits is not None:
                     marks[request] = fingerprint(delta.state.logits, delta.state.saved.parts)

@@ -1,0 +1,45 @@
+"""Cutting packed sequences in two batches, and running kernels at another number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numba
+import numpy as np
+
+from kittiwake.ops.packed import Packed
+
+THREADS = (1, 2, 3, 5, 7)
+
+
+@contextmanager
+def numba_threads(count: int) -> Iterator[None]:
+    """Run the body with this many threads (tests/conftest.py has Numba start seven)."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
+
+
+def cut_in_two(packed: Packed, seed: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(rows of the whole, starts, slots) of two batches that make up the whole; a sequence may lie in one of them only."""
+    rng = np.random.default_rng(seed)
+    cuts = [int(rng.integers(0, length + 1)) for length in packed.lengths]
+    halves = []
+    for part in range(2):
+        rows: list[int] = []
+        starts, slots = [0], []
+        for sequence, (start, length, slot) in enumerate(
+            zip(packed.starts, packed.lengths, packed.slots, strict=False)
+        ):
+            first, last = (0, cuts[sequence]) if part == 0 else (cuts[sequence], length)
+            if first < last:
+                rows.extend(range(int(start) + first, int(start) + last))
+                starts.append(len(rows))
+                slots.append(int(slot))
+        if rows:
+            halves.append((np.array(rows), np.array(starts, dtype=np.int64), np.array(slots, dtype=np.int64)))
+    return halves

@@ -28,6 +28,7 @@ WIDE_ROWS = 512
 """Most rows torch is given at once: the probe covers counts up to here."""
 HUGE_PAGE_BYTES = 2 << 20
 _SHARE_COLUMNS = 16
+_TILE_COLUMNS = 32
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -263,17 +264,22 @@ def _table(tiles: Sequence[Tile]) -> np.ndarray:
 
 
 def _share_out(tiles: Sequence[Tile], chosen: Iterable[int], threads: int) -> np.ndarray:
-    """int64 rows (thread, tile, first column, last column): each thread reads about as many bytes."""
+    """int64 rows (thread, tile, first column, last column): each thread has about as much to do.
+
+    Beside reading its columns, a tile costs about as much as _TILE_COLUMNS of them: every row of it is begun anew.
+    """
     units = [
         (index, first, min(first + _SHARE_COLUMNS, tiles[index].columns))
         for index in chosen
         for first in range(0, tiles[index].columns, _SHARE_COLUMNS)
     ]
-    sizes = [tiles[index].product.depth * (last - first) for index, first, last in units]
+    sizes = [
+        tiles[index].product.depth * (last - first + (0 if first else _TILE_COLUMNS)) for index, first, last in units
+    ]
     total, done = sum(sizes), 0
     shares: list[list[int]] = []
     for (index, first, last), size in zip(units, sizes, strict=True):
-        # a unit belongs to the thread in whose part of the bytes its middle lies
+        # a unit belongs to the thread in whose part of the work its middle lies
         thread = min((2 * done + size) * threads // (2 * total), threads - 1)
         if shares and shares[-1][:2] == [thread, index]:
             shares[-1][3] = last

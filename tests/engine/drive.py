@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,10 +62,12 @@ def finish(engine: Engine, *numbers: int) -> list[Outcome]:
     """Step until these requests have ended."""
     outcomes = {number: Outcome() for number in numbers}
     while any(outcome.reason is None for outcome in outcomes.values()):
-        engine.step()
+        moved = engine.step()
         for number, outcome in outcomes.items():
             if outcome.reason is None:
-                outcome.deltas += engine.collect(number)
+                deltas = engine.collect(number)
+                outcome.deltas += deltas
+                assert moved or deltas or threading.active_count() > 1, f"request {number} hangs"
     return list(outcomes.values())
 
 

@@ -12,7 +12,7 @@ from numba import prange
 from kittiwake.ops.cpu_math import exp32, fma, row_square_sum, row_sum, sigmoid32
 from kittiwake.ops.jit import kernel
 
-PARALLEL_WORK = 1 << 17
+PARALLEL_WORK = 1 << 15
 """Rows times state values below which starting the threads costs more than they save."""
 
 _ONE = np.float32(1.0)

@@ -96,6 +96,8 @@ class Scheduler:
         self._max_rows = max_rows
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._left_out: set[int] = set()
+        """Ids of requests that got no row in the last step."""
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -122,17 +124,15 @@ class Scheduler:
         """Share out at most ``max_rows`` rows. Those left out stand first in line at the next step."""
         left = self._max_rows
         counts: dict[int, int] = {}
-        # decode rows first: they are cheap and somebody is reading along
-        for request in [r for r in self.running if r.due == 1] + [r for r in self.running if r.due > 1]:
+        # after those who were left out, decode rows: they are cheap and somebody is reading along
+        for request in sorted(self.running, key=lambda r: (r.id not in self._left_out, r.due > 1)):
             count = min(request.due, self._chunk, left)
             if count > 0:
                 counts[request.id] = count
                 left -= count
         parts = [(request, counts[request.id]) for request in self.running if request.id in counts]
-        skipped = [request for request in self.running if request.due and request.id not in counts]
-        if skipped:
-            served = [request for request in self.running if request not in skipped]
-            self.running = skipped + served
+        self._left_out = {request.id for request in self.running if request.due and request.id not in counts}
+        self.running.sort(key=lambda request: request.id not in self._left_out)
         return Plan(parts)
 
     def remove(self, request: Request) -> None:

@@ -55,11 +55,11 @@ def threads_in_force(threads: int) -> Iterator[None]:
     """Run the body with this many threads in torch and Numba, then put both back."""
     start_threads()
     torch_before, numba_before = torch.get_num_threads(), numba.get_num_threads()
-    if torch_before != threads:
-        torch.set_num_threads(threads)
-    if numba_before != threads:
-        numba.set_num_threads(threads)
     try:
+        if torch_before != threads:
+            torch.set_num_threads(threads)
+        if numba_before != threads:
+            numba.set_num_threads(threads)
         yield
     finally:
         if torch_before != threads:

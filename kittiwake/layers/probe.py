@@ -7,9 +7,11 @@ row counts. Results are cached by processor, versions, threads and shape.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -48,9 +50,17 @@ def pick_products(
             fresh = True
     if fresh:
         _write_cache(path, known)
+        _give_memory_back()
     if progress is not None:
         progress("probing products", len(wanted), len(wanted))
     return {shape: known[shape] for shape in wanted}
+
+
+def _give_memory_back() -> None:
+    """Ask the C library to return what the probe freed, so that loading does not come on top of it (glibc only)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def probe_shape(shape: Shape, threads: int) -> Pick:

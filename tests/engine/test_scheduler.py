@@ -189,3 +189,15 @@ def test_every_prompt_is_eaten_once_in_order_within_the_budget(
                 scheduler.remove(part)
     assert eaten == {one.id: one.tokens for one in requests}
     assert not scheduler.running and not scheduler.waiting
+
+
+def test_a_prompt_moves_on_even_while_decoders_alone_could_fill_every_step() -> None:
+    scheduler = make(max_rows=2)
+    start(scheduler, request(1, 1), request(2, 1), request(3, 4))
+    eaten: Counter[int] = Counter()
+    for _ in range(8):
+        plan = scheduler.plan()
+        eaten.update(counts(plan))
+        feed(plan)
+    assert eaten[3] >= 4
+    assert min(eaten[1], eaten[2]) >= 4

@@ -54,7 +54,9 @@ def _mix_rows(normed, starts, slots, owner, shift, mix, out, first, last):  # ty
 def _keep_last(normed, starts, slots, shift):  # type: ignore[no-untyped-def]
     """shift[slot] = the normed last row of each sequence."""
     for b in range(slots.shape[0]):
-        shift[slots[b]] = normed[starts[b + 1] - 1]
+        last, kept = normed[starts[b + 1] - 1], shift[slots[b]]
+        for c in range(kept.shape[0]):  # Numba compiles a loop far sooner than an assignment of arrays
+            kept[c] = last[c]
 
 
 @kernel()

@@ -175,7 +175,7 @@ def main() -> None:
     loaded = load_random(options.shape, config) if options.shape else load_model(options.model, config)
     document: dict[str, Any] = {
         "machine": machine_line(loaded.threads),
-        "model": str(loaded.path),
+        "model": loaded.path.name if options.model else options.shape or "the packaged model",
         "dtype": loaded.dtype,
     }
     document |= measure(loaded, options.rounds)

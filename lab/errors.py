@@ -20,7 +20,7 @@ from kittiwake.checkpoints.bundle import read_bundle
 from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
-from kittiwake.families.rwkv7 import _names
+from kittiwake.families.rwkv7_names import BLINKDL
 from kittiwake.load import load_tensors, packaged_model
 from kittiwake.text.tokenizer import load_tokenizer
 from tests.oracles import rwkv7_float64, rwkv_package
@@ -40,13 +40,13 @@ def packaged_tensors() -> dict[str, torch.Tensor]:
     bundle = read_bundle(packaged_model())
     heads = bundle.manifest.model["heads"]
     tensors = {}
-    for theirs, ours in _names(bundle.manifest.model["layers"]).items():
+    for ours, place in BLINKDL.places(bundle.manifest.model["layers"]).items():
         tensor = bundle.source.read(ours)
-        if ours.endswith(("_down", "_up")):
+        if place.is_transposed:
             tensor = tensor.t().contiguous()
         elif ours.endswith("r_k"):
             tensor = tensor.view(heads, -1)
-        tensors[theirs] = tensor.clone()
+        tensors[place.name] = tensor.clone()
     return tensors
 
 

@@ -100,7 +100,9 @@ def chat(
             session.set_system(system)
         talk = Talk(session, sys.stdin.isatty() and sys.stdout.isatty())
         if talk.is_terminal:
-            talk.greet(llm.loaded.path, has_template=template is not None or not is_plain)
+            talk.greet(llm.loaded.path)
+        if template is None and is_plain:
+            note(NO_TEMPLATE)
         talk.run()
 
 
@@ -134,11 +136,9 @@ class Talk:
             "help": self._help,
         }
 
-    def greet(self, model: Path, has_template: bool) -> None:
+    def greet(self, model: Path) -> None:
         """Say who is there and how to leave."""
         note(f"kittiwake chat · {model.name} · template {self.session.template.name} · /help for help, Ctrl-D leaves")
-        if not has_template:
-            note(NO_TEMPLATE)
         import_readline()
 
     def run(self) -> None:

@@ -77,7 +77,7 @@ def examine(
             "architecture": _architecture(source, bundle),
             **_sizes(infos),
         }
-        report["digest"] = source.digest(progress) if digest else None
+        report["files_sha256"] = source.digest(progress) if digest else None  # the model's own digest: `run --receipt`
         report |= _fit(path, source, bundle, tokenizer, group_norm_eps)
         report["at_load"] = AT_LOAD if report["runs"] else None
         report["bundle"] = None if bundle is None else _describe_bundle(bundle)

@@ -51,7 +51,7 @@ def test_a_checkpoint_that_runs(call: Call, pth: Path, tensors: dict[str, torch.
     assert report["origins"]["group_norm_eps"] == "constant of blinkdl files"
     assert report["tokenizer"]["found_by"] == "the size of the vocabulary"
     assert report["tokenizer"]["kind"] == "bytes"
-    assert len(report["digest"]) == 64
+    assert len(report["files_sha256"]) == 64
     assert "[N, K]" in report["at_load"]
     assert "tensor by tensor" in report["at_load"]
     assert report["bundle"] is None
@@ -83,7 +83,7 @@ def test_a_tokenizer_that_cannot_be_told_is_the_reason(call: Call, tmp_path: Pat
 
 
 def test_digest_can_be_left_out(call: Call, pth: Path) -> None:
-    assert _inspect(call, pth, "--no-digest")["digest"] is None
+    assert _inspect(call, pth, "--no-digest")["files_sha256"] is None
 
 
 def test_a_damaged_file_is_exit_3(call: Call, pth: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from kittiwake.errors import UsageError
 
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu")
+MAX_ROWS = 2**31 - 1
+_MOST = {"threads": 512, "slots": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class EngineConfig:
             raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name, low in (("threads", 0), ("slots", 1), ("prefill_chunk", 0), ("max_rows", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise UsageError(f"{name} must be a whole number of at least {low}, got {value!r}")
+            most = _MOST.get(name, MAX_ROWS)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+                raise UsageError(f"{name} must be a whole number from {low} to {most}, got {value!r}")
         eps = self.group_norm_eps
         is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
         if eps is not None and not (is_number and math.isfinite(eps) and 0 < eps < 1):

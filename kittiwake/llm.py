@@ -156,7 +156,7 @@ class LLM:
         Where ``params`` ask for ``n`` samples, their Deltas come side by side, told apart by ``index``; the last Delta
         of each has a finish_reason, and with ``keep_state`` the state. ``start_from`` is as in :meth:`generate`.
         """
-        ids, wanted = self._ids(prompt), params or SamplingParams()
+        ids, wanted = self._ids(prompt), _params_for(1, params)[0]
         self.engine.check(ids, wanted, start_from)
         return self._stream(self.engine, ids, wanted, keep_state, start_from)
 
@@ -368,23 +368,44 @@ class LLM:
         return [Given(np.asarray(prompt_ids, dtype=np.int64), start) for prompt_ids, start in pairs]
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not _is_list(prompt):
+            raise RequestError(f"a prompt is a text or a list of token ids, got {_named(prompt)}", _PROMPTS)
+        return list(prompt)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one; a list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_list(prompts):
+        raise RequestError(f"a prompt is a text or a list of token ids, got {_named(prompts)}", _PROMPTS)
     if len(prompts) == 0:
-        raise RequestError("there is no prompt to answer", "give a text, a list of token ids, or a list of such")
+        raise RequestError("there is no prompt to answer", _PROMPTS)
     if isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
+_PROMPTS = "give a text, a list of token ids, or a list of such"
+
+
+def _is_list(value: object) -> bool:
+    """A list, tuple or vector; bytes are neither ids nor text."""
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, bytes | bytearray | memoryview | str)
+
+
+def _named(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
 def _params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not _is_list(params) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"params are one SamplingParams, or a list of them, got {_named(params)}")
     if len(params) != count:
         raise RequestError(f"{count} prompts need one SamplingParams or {count} of them, got {len(params)}")
     return list(params)
@@ -393,6 +414,8 @@ def _params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | 
 def _starts_for(count: int, start_from: Start | Sequence[Start]) -> list[Start]:
     if start_from is None or isinstance(start_from, KeptState):
         return [start_from] * count
+    if not _is_list(start_from) or not all(one is None or isinstance(one, KeptState) for one in start_from):
+        raise RequestError(f"start_from is a KeptState, None, or a list of such, got {_named(start_from)}")
     if len(start_from) != count:
         raise RequestError(f"{count} prompts need one state to start from or {count} of them, got {len(start_from)}")
     return list(start_from)

@@ -266,11 +266,11 @@ def test_options_that_do_not_exist_or_contradict_are_refused(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="config or options, not both: threads"):
         LLM(tmp_path, config=EngineConfig(), threads=1)
     for options, message in (
-        ({"slots": 0}, "slots must be a whole number of at least 1, got 0"),
+        ({"slots": 0}, "slots must be a whole number from 1 to 1048576, got 0"),
         ({"dtype": "int8"}, "dtype must be one of auto, fp32, bf16, got 'int8'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, got 'tpu'"),
         ({"max_rows": True}, "max_rows must be a whole number"),
-        ({"prefill_chunk": -1}, "prefill_chunk must be a whole number of at least 0"),
+        ({"prefill_chunk": -1}, "prefill_chunk must be a whole number from 0 to 2147483647, got -1"),
         ({"threads": 1.5}, "threads must be a whole number"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -297,3 +297,22 @@ def test_options_of_the_engine_change_no_token(llm: LLM, chunk: int, max_rows: i
     assert [c.token_ids for c in other.generate(prompts, SAMPLED)] == [
         c.token_ids for c in llm.generate(prompts, SAMPLED)
     ]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", {"a": 1}, {1, 2}, [1.0], ["text", b"bytes"], [None]])
+def test_what_is_no_prompt_is_refused_by_its_type(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids, got "):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 2}, "greedy", 5, [None]])
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="params are one SamplingParams, or a list of them"):
+        llm.generate("a", params)
+    with pytest.raises(RequestError, match="params are one SamplingParams, or a list of them"):
+        llm.stream("a", params)
+
+
+def test_what_is_no_kept_state_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="start_from is a KeptState, None, or a list of such, got int 5"):
+        llm.generate("a", start_from=5)  # type: ignore[arg-type]

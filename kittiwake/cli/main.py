@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -61,6 +62,9 @@ for command in (run, chat, batch, export, verify, bench, inspect, doctor, build,
 def prepare_environment() -> None:
     """Settings that torch and numba read once, at import: they must stand before either comes in."""
     os.environ.update(waiting_environment())
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller: what would be written there is dropped
+        nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  open until the process ends
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:  # a terminal of another encoding shows "?" instead of ending the answer

@@ -19,7 +19,17 @@ from kittiwake.device import usable_cores
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FILE = click.Path(path_type=Path)
+
+class _NamedPath(click.Path):
+    """A path that was really named: an empty argument, as an unset variable gives, is not the folder one stands in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = _NamedPath(path_type=Path)
 
 
 @lru_cache

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -121,15 +122,22 @@ class Engine:
             plan = self._scheduler.plan()
             if not plan.parts and not ready:
                 return False
-            try:
+            with self._ending([request for request, _ in plan.parts]):
                 rows = self._run(plan) if plan.parts else []
-            except BaseException:
-                # the states of these slots may have moved halfway: nothing of them may be used again
-                for request, _ in plan.parts:
-                    self._end(request, "error", error=KittiwakeError("the forward of this request was broken off"))
-                raise
-            self._deliver([(request, np.asarray(request.logits)) for request in ready] + rows)
+            with self._ending([*ready, *(request for request, _ in plan.parts)]):
+                self._deliver([(request, np.asarray(request.logits)) for request in ready] + rows)
             return True
+
+    @contextmanager
+    def _ending(self, requests: list[Request]) -> Iterator[None]:
+        """End these requests when the body fails: their states may have moved halfway, or rows are lost."""
+        try:
+            yield
+        except BaseException:
+            for request in requests:
+                if request.id in self._requests:
+                    self._end(request, "error", error=KittiwakeError("the step of this request was broken off"))
+            raise
 
     def _run(self, plan: Plan) -> list[tuple[Request, np.ndarray]]:
         """Run a plan; the requests that got logits, with their row."""

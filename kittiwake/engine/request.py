@@ -14,6 +14,7 @@ from kittiwake.errors import KittiwakeError, RequestError
 from kittiwake.ops.sampling.reference import derived_seed
 
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
 MAX_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100.0
@@ -65,7 +66,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
-        _check_int("top_k", self.top_k, 0, None)
+        _check_int("top_k", self.top_k, 0, MAX_TOP_K)
         _check_int("seed", self.seed, 0, MAX_SEED)
         _check_float("temperature", self.temperature, 0.0, None)
         _check_float("top_p", self.top_p, 0.0, 1.0)
@@ -85,8 +86,8 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"a stop string must be a non-empty string, got {text!r}")
+            if not isinstance(text, str) or not text or _has_surrogate(text):
+                raise RequestError(f"a stop string must be non-empty text that UTF-8 can hold, got {text!r}")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, None)
 
@@ -120,8 +121,12 @@ class SamplingParams:
         return self if self.n == 1 else replace(self, n=1, seed=derived_seed(self.seed, index))
 
 
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
-    if isinstance(values, bytes) or not isinstance(values, Iterable):
+    if isinstance(values, bytes | Mapping) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {values!r}")
     return tuple(values)
 
@@ -151,12 +156,18 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
 def _check_float(name: str, value: object, low: float, high: float | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, int) and abs(value) > _LARGEST_WHOLE:
+        raise RequestError(f"{name} must be {_range(low, high)}, got a whole number of {len(str(abs(value)))} digits")
     if not math.isfinite(value) or value < low or (high is not None and value > high):
         raise RequestError(f"{name} must be {_range(low, high)}, got {value}")
 
 
+_LARGEST_WHOLE = 2**63  # far below where a float overflows
+
+
 def _range(low: float, high: float | None) -> str:
-    return f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+    ends = [end if isinstance(end, int) else f"{end:g}" for end in (low, high) if end is not None]
+    return f"at least {ends[0]}" if high is None else f"from {ends[0]} to {ends[1]}"
 
 
 @dataclass(frozen=True)

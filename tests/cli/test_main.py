@@ -109,3 +109,19 @@ def test_how_idle_threads_wait_is_set_before_torch_comes_in() -> None:
         command = [sys.executable, "-c", script.replace("{busy}", str(busy))]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=given)
         assert done.stdout.splitlines()[-1] == f"{expected} False"
+
+
+def test_an_empty_model_is_not_the_folder_one_stands_in(call: Call) -> None:
+    result = call("run", "", "--prompt", "x")
+    assert result.code == 2 and "the path is empty" in result.stderr
+
+
+def test_closed_standard_streams_are_no_fault() -> None:
+    script = "import sys\nfrom kittiwake.cli.main import main\nsys.stdout = None\nsys.exit(main(['--version']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_too_many_threads_are_refused(call: Call) -> None:
+    result = call("run", "--prompt", "x", "--threads", "100000")
+    assert result.code == 2 and "threads must be a whole number from 0 to 512, got 100000" in result.stderr

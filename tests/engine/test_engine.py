@@ -356,3 +356,20 @@ def test_memory_does_not_grow_with_the_prompt() -> None:
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
     _, short, long = json.loads(done.stdout)
     assert long <= 1.05 * short
+
+
+def test_a_fault_while_drawing_ends_its_step_and_leaves_the_engine_usable(
+    alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slots=8)
+    numbers = [engine.add(prompt, params) for prompt, params in REQUESTS]
+    with monkeypatch.context() as patch:
+        patch.setattr("kittiwake.engine.engine.sample", lambda *_: (_ for _ in ()).throw(OverflowError("too large")))
+        with pytest.raises(OverflowError):
+            all(engine.step() for _ in range(50))
+    broken = [number for number in numbers if any(d.finish_reason == "error" for d in engine.collect(number))]
+    assert broken
+    while engine.has_work:
+        engine.step()
+    assert engine.free_slots == 8
+    assert ask(engine, *REQUESTS[1]).tokens == alone[1]

@@ -145,8 +145,8 @@ def test_what_is_no_model_is_refused(make, error, message, tmp_path: Path) -> No
 
 
 def test_more_threads_than_the_process_has_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="threads 5000 is more than the"):
-        load_model(folder / "tiny.pth", EngineConfig(threads=5000))
+    with pytest.raises(UsageError, match="threads 500 is more than the"):
+        load_model(folder / "tiny.pth", EngineConfig(threads=500))
 
 
 def _edit(bundle: Path, **model: object) -> None:

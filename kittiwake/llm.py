@@ -133,7 +133,7 @@ class LLM:
         try:
             for prompt_ids, one, start in zip(ids, each, starts, strict=True):
                 groups.append(engine.add_samples(prompt_ids, one, keep_state=keep_state, start_from=start))
-            deltas = [[list(self._drain(request)) for request in group] for group in groups]
+            deltas = [[list(self._drain([request])) for request in group] for group in groups]
         finally:
             for group in groups:
                 for request in group:
@@ -166,13 +166,16 @@ class LLM:
         # added here, not before: an iterator that is never begun is never closed either
         requests = engine.add_samples(ids, params, keep_state=keep_state, start_from=start)
         try:
-            yield from self._drain(requests[0]) if len(requests) == 1 else self._drain_all(requests)
+            yield from self._drain(requests)
         finally:
             for request in requests:
                 engine.forget(request)
 
-    def _drain_all(self, requests: Sequence[int]) -> Iterator[Delta]:
-        """Deltas of several requests as they come, each with its request's place as ``index``."""
+    def _drain(self, requests: Sequence[int]) -> Iterator[Delta]:
+        """Deltas of requests as they come, until the last of each, moving the engine whenever there is none.
+
+        A Delta's ``index`` is its request's place among them.
+        """
         running = dict(enumerate(requests))
         while running:
             news = {index: self.engine.collect(request) for index, request in running.items()}
@@ -180,23 +183,10 @@ class LLM:
                 for delta in deltas:
                     if delta.error is not None:
                         raise delta.error
-                    yield replace(delta, index=index)
+                    yield replace(delta, index=index) if index else delta
                 if deltas and deltas[-1].finish_reason is not None:
                     del running[index]
             if not any(news.values()):
-                self.engine.step()
-
-    def _drain(self, request: int) -> Iterator[Delta]:
-        """Deltas of a request until its last one, moving the engine whenever there is none."""
-        while True:
-            deltas = self.engine.collect(request)
-            for delta in deltas:
-                if delta.error is not None:
-                    raise delta.error
-                yield delta
-            if deltas and deltas[-1].finish_reason is not None:
-                return
-            if not deltas:
                 self.engine.step()
 
     def chat(

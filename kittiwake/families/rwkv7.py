@@ -236,7 +236,6 @@ class Rwkv7Model:
         self._eps = np.float32(config.extra["norm_eps"])
         self._group_eps = np.float32(config.extra["group_norm_eps"])
         shapes = canonical_shapes(sizes)
-        self._vector_names = {name for name, shape in shapes.items() if len(shape) == 1}
         depths = {(k, n) for name, (n, k) in _matrices(shapes) if name != "embedding.weight"}
         picks = pick_products(depths, threads, progress)
         self._layers = [_Layer(index, sizes, picks, dtype, threads) for index in range(sizes.layers)]

@@ -59,16 +59,6 @@ def _rint(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _float_from_bits(typingctx: Any, bits: Any) -> Any:
-    """float32 that has these 32 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32)
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
 def bits_from_float(typingctx: Any, x: Any) -> Any:
     """The 32 bits of a float32."""
 

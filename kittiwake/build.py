@@ -107,7 +107,7 @@ def _goldens(
     threads = resolve_threads(0)
     dtype = "bf16" if precision == "bf16" else "fp32"
     tensors = family.canonical(written, config)
-    model = family.build(config, tensors, dtype=dtype, threads=threads, progress=progress)
+    model = family.build(config, tensors, device="cpu", dtype=dtype, threads=threads, progress=progress)
     loaded = Loaded(written.path, "bundle", model, tokenizer, dtype, threads, 0.0, None, None)
     llm = LLM.from_loaded(loaded, EngineConfig(slots=8))
     params = SamplingParams(max_tokens=GOLDEN_TOKENS, temperature=0.0, ignore_eos=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kittiwake.errors import UsageError
 
-DTYPES = ("auto", "fp32", "bf16")
-DEVICES = ("auto", "cpu")
+DTYPES = ("auto", "fp32", "fp16", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
 MAX_ROWS = 2**31 - 1
 _MOST = {"threads": 512, "slots": 1 << 20}
 
@@ -19,9 +19,9 @@ class EngineConfig:
     ``group_norm_eps``, which makes it another model."""
 
     device: str = "auto"
-    """auto or cpu"""
+    """auto (a CUDA card where there is one that serves, else the CPU), cpu or cuda"""
     dtype: str = "auto"
-    """how weights are kept: auto (as stored), fp32, or bf16 (fp32 arithmetic on widened weights)"""
+    """how weights are kept: auto (as stored), fp32, bf16 (on the CPU: fp32 arithmetic on widened weights), fp16 (CUDA only)"""
     threads: int = 0
     """CPU threads; 0 takes one a core"""
     slots: int = 64

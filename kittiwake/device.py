@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
+import re
 import time
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from kittiwake.errors import UsageError
 
@@ -92,3 +96,111 @@ def _thread_limit(wanted: int) -> int:
     import numba
 
     return min(wanted, int(numba.config.NUMBA_NUM_THREADS))
+
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A CUDA card, as torch and the driver tell of it."""
+
+    name: str
+    capability: str
+    """Compute capability, such as "9.0"."""
+    multiprocessors: int
+    memory_bytes: int
+    l2_bytes: int
+    driver: str | None
+    """Version of the driver, such as "580.159.03"; None where the system does not tell."""
+    driver_cuda: str | None
+    """The newest CUDA that the driver runs."""
+    torch_cuda: str
+    """The CUDA that torch was built with."""
+
+    def document(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @property
+    def line(self) -> str:
+        """The card in a few words, to stand beside a figure."""
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.name} (compute {self.capability}, {self.multiprocessors} SMs){driver}, CUDA {self.torch_cuda}"
+
+
+@dataclass(frozen=True)
+class FoundCard:
+    """A card, or why there is none that torch can use."""
+
+    card: Card | None
+    reason: str = ""
+
+
+def find_card(index: int = 0) -> FoundCard:
+    """The CUDA card of this index. Never raises: what is wrong with torch or the driver is the reason."""
+    import torch
+
+    if torch.version.cuda is None:
+        build = f"for ROCm {torch.version.hip}" if torch.version.hip else "for the CPU only"
+        return FoundCard(None, f"torch {torch.__version__} is built {build}; a build for CUDA is needed")
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        count = torch.cuda.device_count()
+        if index >= count:
+            return FoundCard(None, f"there is no card {index}: torch sees {count}{_hidden()}")
+        found = torch.cuda.get_device_properties(index)
+    except Exception as err:  # torch's own words tell a missing driver from one that is too old
+        return FoundCard(None, f"torch cannot use a card: {' '.join(str(err).split())}{_hidden()}")
+    return FoundCard(
+        Card(
+            name=found.name,
+            capability=f"{found.major}.{found.minor}",
+            multiprocessors=found.multi_processor_count,
+            memory_bytes=found.total_memory,
+            l2_bytes=int(getattr(found, "L2_cache_size", 0)),
+            driver=driver_version(),
+            driver_cuda=_driver_cuda(),
+            torch_cuda=torch.version.cuda,
+        )
+    )
+
+
+def driver_version(file: Path = _DRIVER_FILE) -> str | None:
+    """Version of the NVIDIA driver that is loaded, where /proc tells it."""
+    try:
+        match = re.search(
+            r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(encoding="ascii", errors="replace")
+        )
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _driver_cuda() -> str | None:
+    """13000 → "13.0"."""
+    import torch
+
+    number = int(getattr(torch._C, "_cuda_getDriverVersion", int)())  # not in builds without CUDA
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _hidden() -> str:
+    """A word on CUDA_VISIBLE_DEVICES where it is set: it hides cards."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+
+
+def why_no_cuda() -> str:
+    """Why no model can run on CUDA here; empty where one can."""
+    found = find_card()
+    if found.card is None:
+        return found.reason
+    if float(found.card.capability) < 8.0:
+        return f"{found.card.name} has compute capability {found.card.capability}; 8.0 or later is needed"
+    for module in ("triton", "cuda.bindings.nvrtc"):
+        try:
+            importlib.import_module(module)
+        except ImportError as err:
+            return f"{module} cannot be imported ({err}): pip install 'kittiwake[cuda]'"
+    return ""

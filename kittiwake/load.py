@@ -18,8 +18,8 @@ from kittiwake.checkpoints.files import quoted
 from kittiwake.checkpoints.manifest import MANIFEST_NAME
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource, open_checkpoint
 from kittiwake.config import EngineConfig
-from kittiwake.device import resolve_threads
-from kittiwake.errors import BundleError, ModelError, TokenizerError
+from kittiwake.device import resolve_threads, why_no_cuda
+from kittiwake.errors import BundleError, DeviceError, ModelError, TokenizerError, UsageError
 from kittiwake.families.contract import Family, Model, ModelConfig, Progress
 from kittiwake.families.registry import family_named, recognise
 from kittiwake.text.table import TOKENIZER_FILE
@@ -87,8 +87,11 @@ def load_model(
         family = recognise(source)
         sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
         text = find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer
-        dtype = _dtype(config.dtype, source)
-        built = family.build(sizes, family.canonical(source, sizes), dtype=dtype, threads=threads, progress=progress)
+        device = choose_device(config.device, family)
+        dtype = _dtype(config.dtype, source, device)
+        built = family.build(
+            sizes, family.canonical(source, sizes), device=device, dtype=dtype, threads=threads, progress=progress
+        )
     finally:
         source.close()
     load_ms = (time.perf_counter() - start) * 1e3
@@ -109,9 +112,10 @@ def _load_bundle(
         sizes = sizes.with_group_norm_eps(config.group_norm_eps)
         text = bundle_tokenizer(bundle) if tokenizer is None else load_tokenizer(tokenizer)
         check_fits(text, sizes.vocab_size)
-        dtype = _dtype(config.dtype, bundle.source)
+        device = choose_device(config.device, family)
+        dtype = _dtype(config.dtype, bundle.source, device)
         tensors = family.canonical(bundle.source, sizes)
-        built = family.build(sizes, tensors, dtype=dtype, threads=threads, progress=progress)
+        built = family.build(sizes, tensors, device=device, dtype=dtype, threads=threads, progress=progress)
     finally:
         bundle.source.close()
     load_ms = (time.perf_counter() - start) * 1e3
@@ -212,19 +216,44 @@ def _folder_tokenizer(folder: Path, vocab_size: int) -> FoundTokenizer:
     return FoundTokenizer(tokenizer, TOKENIZER_FILE)
 
 
-def _dtype(wanted: str, source: TensorSource) -> str:
-    """How to keep the weights: as asked; "auto" keeps bfloat16 where no weight is rounded by it, else float32.
+def choose_device(wanted: str, family: Family) -> str:
+    """ "cpu" or "cuda". Raises DeviceError when CUDA is asked for and cannot serve this family, saying why."""
+    if wanted == "cpu":
+        return "cpu"
+    reason = why_no_cuda()
+    if not reason and "cuda" not in family.devices:
+        reason = f"{family.name} runs on {', '.join(family.devices)} so far"
+    if not reason:
+        return "cuda"
+    if wanted == "cuda":
+        raise DeviceError(f"device cuda cannot be used: {reason}", "see `kittiwake doctor`, or take device cpu")
+    return "cpu"
 
-    GGUF files keep small matrices of a bfloat16 model as float32: those are looked at, value by value.
+
+def _dtype(wanted: str, source: TensorSource, device: str) -> str:
+    """How to keep the weights: as asked; "auto" keeps what is stored in 16 bits where that rounds nothing, else float32.
+
+    GGUF files keep small matrices of a bfloat16 model as float32: those are looked at, value by value. On the CPU there
+    is no float16: such weights are widened.
     """
+    if wanted == "fp16" and device == "cpu":
+        raise UsageError("dtype fp16 needs a CUDA card; the CPU keeps weights as fp32 or bf16", "leave dtype at auto")
     if wanted != "auto":
         return wanted
+    if device == "cuda" and _mostly(source, torch.float16):
+        return "fp16"
     matrices = [info for info in source.infos() if len([size for size in info.shape if size > 1]) > 1]
     halves = sum(info.nbytes for info in matrices if info.dtype == torch.bfloat16)
     others = [info for info in matrices if info.dtype != torch.bfloat16]
     if sum(info.nbytes for info in others) >= halves or any(info.dtype != torch.float32 for info in others):
         return "fp32"
     return "bf16" if all(_is_bfloat16(source.read(info.name)) for info in others if not info.unreadable) else "fp32"
+
+
+def _mostly(source: TensorSource, dtype: torch.dtype) -> bool:
+    """Whether most bytes of a source are of this type."""
+    infos = source.infos()
+    return 2 * sum(info.nbytes for info in infos if info.dtype == dtype) > sum(info.nbytes for info in infos)
 
 
 def _is_bfloat16(tensor: torch.Tensor) -> bool:
@@ -276,15 +305,28 @@ def load_tensors(
     name: str = "memory",
 ) -> Loaded:
     """A model from tensors in memory, under the names of a checkpoint."""
+    return load_source(TensorDict(tensors, name), config, tokenizer=tokenizer, progress=progress)
+
+
+def load_source(
+    source: TensorSource,
+    config: EngineConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """A model from an open source that is no file; ``tokenizer`` is by default the one its vocabulary's size tells."""
     threads = resolve_threads(config.threads)
     start = time.perf_counter()
-    source = TensorDict(tensors, name)
     family = recognise(source)
     sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
     text = default_tokenizer(sizes.vocab_size) if tokenizer is None else tokenizer
     check_fits(text, sizes.vocab_size)
-    dtype = _dtype(config.dtype, source)
-    built = family.build(sizes, family.canonical(source, sizes), dtype=dtype, threads=threads, progress=progress)
+    device = choose_device(config.device, family)
+    dtype = _dtype(config.dtype, source, device)
+    built = family.build(
+        sizes, family.canonical(source, sizes), device=device, dtype=dtype, threads=threads, progress=progress
+    )
     load_ms = (time.perf_counter() - start) * 1e3
     digest = source.digest()  # now: the tensors may be gone later
     return Loaded(source.path, "random", built, text, dtype, threads, load_ms, None, None, lambda _: digest)

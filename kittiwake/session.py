@@ -19,7 +19,7 @@ import numpy as np
 from kittiwake.chat import ChatDelta, split_delta, with_stops
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.request import KeptState, SamplingParams
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import new_states
 from kittiwake.errors import InputFileError, OutputError, RequestError, UsageError
 from kittiwake.llm import LLM
 from kittiwake.params import changed_params, make_params, param_defaults
@@ -173,7 +173,7 @@ class ChatSession:
         """The state after some more tokens."""
         self.llm.engine.check(ids, self.params, start)
         model = self.llm.loaded.model
-        table = StateTable(model.state_spec, 1)
+        table = new_states(model, 1)
         slot = table.allocate()
         if start is not None:
             table.restore(slot, start.saved)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from kittiwake.device import SPIN_COUNT, is_busy, resolve_threads, usable_cores, waiting_environment
+from kittiwake.device import (
+    SPIN_COUNT,
+    driver_version,
+    find_card,
+    is_busy,
+    resolve_threads,
+    usable_cores,
+    waiting_environment,
+    why_no_cuda,
+)
 from kittiwake.errors import UsageError
 
 
@@ -36,3 +47,76 @@ def test_more_threads_than_numba_can_start_are_refused() -> None:
     assert 1 <= resolve_threads(0) <= usable_cores()
     with pytest.raises(UsageError, match="threads 1000 is more than"):
         resolve_threads(1000)
+
+
+H200 = SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=143 << 30, L2_cache_size=60 << 20
+)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A build of torch for CUDA 13.0, and one card; change its fields to have another."""
+    found = SimpleNamespace(**vars(H200))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13010, raising=False)
+    return found
+
+
+def test_a_card_is_described(card: SimpleNamespace) -> None:
+    found = find_card().card
+    assert found is not None
+    assert (found.name, found.capability, found.multiprocessors, found.driver_cuda) == (
+        "NVIDIA H200",
+        "9.0",
+        132,
+        "13.1",
+    )
+    assert found.document()["memory_bytes"] == 143 << 30
+    assert "NVIDIA H200 (compute 9.0, 132 SMs)" in found.line
+    assert "CUDA 13.0" in found.line
+
+
+def test_a_build_without_cuda_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find_card().card is None
+    assert "built for the CPU only" in find_card().reason
+    assert "built for the CPU only" in why_no_cuda()
+
+
+def test_a_missing_or_old_driver_is_told_in_torchs_words(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\n Please update")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert "too old (found version 11040). Please update" in find_card().reason
+
+
+def test_a_hidden_card_is_told_with_what_hides_it(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_card().reason == "there is no card 0: torch sees 0 (CUDA_VISIBLE_DEVICES is '')"
+
+
+def test_an_old_card_is_refused_by_its_capability(card: SimpleNamespace) -> None:
+    card.major, card.minor, card.name = 7, 5, "Tesla T4"
+    assert why_no_cuda() == "Tesla T4 has compute capability 7.5; 8.0 or later is needed"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (x)\n", "580.159.03"),
+        ("something else\n", None),
+    ],
+)
+def test_the_driver_that_is_loaded(text: str, number: str | None, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(text, encoding="ascii")
+    assert driver_version(tmp_path / "version") == number
+    assert driver_version(tmp_path / "missing") is None

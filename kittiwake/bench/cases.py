@@ -1,23 +1,33 @@
-"""What is timed: B sequences of T tokens in one forward call, and a prompt at some depth with decoding after it.
+"""What is timed: B sequences of T tokens in one forward call.
 
-A case is first checked for the law of exactness (whole = split, in a crowd = alone, bit for bit); where that fails
-there is no speed to tell. The check warms up as well.
+A case is first checked for the law of exactness (whole = split, in a crowd = alone, bit for bit), and a model on a card
+for whole = stepwise too; where that fails there is no speed to tell. The checks warm up as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kittiwake.bench.timing import Effort, Figures, measure_ms, median_ms
+from kittiwake.bench.floors import Ceilings, demand
+from kittiwake.bench.subject import Subject
+from kittiwake.bench.timing import Effort, Figures, interleaved_ms, median_ms, timed
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import SavedState
 from kittiwake.errors import KittiwakeError, UsageError
-from kittiwake.families.contract import Model, Progress
+from kittiwake.families.contract import Progress
 
+CPU_CASES = "1x1,8x1,1x128,1x512"
+CARD_CASES = "1x1,1x8,1x32,1x64,1x128,1x1024,1x4096,2x1,8x1,32x1,128x1,320x1,8x8,16x16"
+"""The cases measured where none are named."""
+SPLIT_TOKENS = 67
+SPLITS = 3
+_STREAMS = 4
+"""Batches of different tokens that a case goes through in turn."""
 _CASE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,7})")
 
 
@@ -55,51 +65,117 @@ def random_ids(vocab_size: int, batch: int, tokens: int, seed: int) -> list[list
     return ids
 
 
-def measure_case(model: Model, case: Case, seed: int, effort: Effort, progress: Progress | None = None) -> Figures:
-    """Time one forward call over the whole case from cleared states. Raises InexactError before timing anything."""
-    states = StateTable(model.state_spec, case.batch)
-    slots = [states.allocate() for _ in range(case.batch)]
-    ids = random_ids(model.config.vocab_size, case.batch, case.tokens, seed)
-    batch = Batch.pack(list(zip(slots, ids, strict=True)))
+def measure_cases(
+    subject: Subject,
+    cases: Sequence[Case],
+    seed: int,
+    effort: Effort,
+    *,
+    ceilings: Ceilings | None = None,
+    dtype: str = "fp32",
+    progress: Progress | None = None,
+) -> list[Figures]:
+    """Time one forward call for each case, all of them in turns. Raises InexactError before timing anything.
 
-    def clear() -> None:
-        for slot in slots:
-            states.clear(slot)
+    The sequences go on from call to call: their states are those of random tokens, never zeros. ``ceilings`` of the
+    device, where given, put a floor beside each figure.
+    """
+    tell = progress if progress is not None else _silent
+    if subject.device != "cpu":
+        tell("checking splits", 0, 1)
+        check_splits(subject, seed)
+    for index, case in enumerate(cases):
+        tell("checking cases", index, len(cases))
+        check_case(subject, case, seed)
+    fill_states(subject, seed)
+    works = [timed(case_work(subject, case, seed)) for case in cases]
+    for work in works:  # the checks ran other calls: cut ones, and with logits for the host
+        for _ in range(2):
+            work()
+    samples = interleaved_ms(works, effort, lambda done, total: tell("timing cases", done, total))
+    tell("timing cases", 1, 1)
+    return [_figures(subject, case, times, ceilings, dtype) for case, times in zip(cases, samples, strict=True)]
 
-    if progress is not None:
-        progress(f"checking {case}", 0, 1)
-    check_case(model, states, slots, ids, seed)
-    if progress is not None:
-        progress(f"timing {case}", 0, 1)
-    samples = measure_ms(lambda: model.forward(batch, states), effort, prepare=clear)
-    if progress is not None:
-        progress(f"timing {case}", 1, 1)
-    return Figures(str(case), case.batch, case.tokens, median_ms(samples), len(samples))
+
+def _figures(subject: Subject, case: Case, samples: Sequence[float], ceilings: Ceilings | None, dtype: str) -> Figures:
+    floor_ms, floor_by = None, ""
+    if ceilings is not None:
+        floor_ms, floor_by = demand(subject.model, dtype, case.batch, case.tokens).floor(ceilings)
+    return Figures(str(case), case.batch, case.tokens, median_ms(samples), len(samples), floor_ms, floor_by)
 
 
-def check_case(model: Model, states: StateTable, slots: Sequence[int], ids: Sequence[Sequence[int]], seed: int) -> None:
+def case_work(subject: Subject, case: Case, seed: int) -> Callable[[], object]:
+    """One forward call of a case; each call takes the next of a few batches of random tokens."""
+    vocab = subject.model.config.vocab_size
+    calls = [
+        subject.call(subject.pack(random_ids(vocab, case.batch, case.tokens, seed + stream)))
+        for stream in range(_STREAMS)
+    ]
+    turn = itertools.cycle(calls)
+
+    def work() -> object:
+        return next(turn)()
+
+    return work
+
+
+def fill_states(subject: Subject, seed: int, tokens: int = 5) -> None:
+    """Put every slot into the state after a few random tokens of its own."""
+    subject.clear()
+    subject.forward(subject.pack(random_ids(subject.model.config.vocab_size, len(subject.slots), tokens, seed)))
+
+
+def check_case(subject: Subject, case: Case, seed: int) -> None:
     """Raise InexactError unless one sequence gives the same bits alone and cut in two as it does among all of them."""
-    for slot in slots:
-        states.clear(slot)
-    together = model.forward(Batch.pack([(slot, list(row)) for slot, row in zip(slots, ids, strict=True)]), states)
+    ids = random_ids(subject.model.config.vocab_size, case.batch, case.tokens, seed)
     rng = np.random.default_rng(seed)
-    chosen = int(rng.integers(len(slots)))
-    slot, row = slots[chosen], list(ids[chosen])
-    crowd_state = states.save(slot)
-    states.clear(slot)
-    cut = int(rng.integers(len(row)))
-    if cut:
-        model.forward(Batch.pack([(slot, row[:cut])]), states)
-    alone = model.forward(Batch.pack([(slot, row[cut:])]), states)
-    lone_state = states.save(slot)
-    same_state = all(
-        np.array_equal(_bits(part), _bits(lone_state.parts[name])) for name, part in crowd_state.parts.items()
-    )
-    if not np.array_equal(_bits(together[chosen]), _bits(alone[0])) or not same_state:
+    chosen, cut = int(rng.integers(case.batch)), int(rng.integers(case.tokens))
+    slot, row = subject.slots[chosen], ids[chosen]
+    subject.clear()
+    together = subject.forward(subject.pack(ids))[chosen]
+    crowd_state = subject.states.save(slot)
+    pieces = [piece for piece in (row[:cut], row[cut:]) if piece]
+    alone, lone_state = _run(subject, slot, pieces)
+    if not _is_same(together, crowd_state, alone, lone_state):
         raise InexactError(
-            f"{len(slots)}x{len(row)}: sequence {chosen} has other bits alone, cut after {cut} tokens, than in the batch",
+            f"{case}: sequence {chosen} has other bits alone, cut after {cut} tokens, than in the batch",
             "no speed is told for inexact work; run kittiwake verify",
         )
+
+
+def check_splits(subject: Subject, seed: int) -> None:
+    """Raise InexactError unless a prompt gives the same bits whole, token by token, and cut at random places."""
+    row = random_ids(subject.model.config.vocab_size, 1, SPLIT_TOKENS, seed)[0]
+    rng = np.random.default_rng(seed)
+    slot = subject.slots[0]
+    whole = _run(subject, slot, [row])
+    for split in range(SPLITS + 1):
+        if split == 0:
+            cuts = list(range(1, len(row)))
+        else:
+            cuts = sorted(rng.choice(np.arange(1, len(row)), size=int(rng.integers(1, 6)), replace=False).tolist())
+        bounds = itertools.pairwise([0, *cuts, len(row)])
+        pieces = [row[begin:end] for begin, end in bounds]
+        if not _is_same(*whole, *_run(subject, slot, pieces)):
+            how = "token by token" if split == 0 else f"cut before the tokens {', '.join(map(str, cuts))}"
+            raise InexactError(
+                f"a prompt of {len(row)} tokens has other bits {how} than whole",
+                "no speed is told for inexact work; run kittiwake verify",
+            )
+
+
+def _run(subject: Subject, slot: int, pieces: Sequence[Sequence[int]]) -> tuple[np.ndarray, SavedState]:
+    """Logits of the last token and the state after it, of one sequence fed from its start in pieces."""
+    subject.states.clear(slot)
+    for piece in pieces:
+        logits = subject.forward(Batch.pack([(slot, list(piece))]))
+    return logits[0], subject.states.save(slot)
+
+
+def _is_same(logits: np.ndarray, state: SavedState, other_logits: np.ndarray, other_state: SavedState) -> bool:
+    return np.array_equal(_bits(logits), _bits(other_logits)) and all(
+        np.array_equal(_bits(part), _bits(other_state.parts[name])) for name, part in state.parts.items()
+    )
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -107,59 +183,5 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
-@dataclass(frozen=True)
-class Trip:
-    """A prompt of ``prompt`` tokens after ``depth`` tokens of context, then ``generate`` greedy steps."""
-
-    prompt: int
-    generate: int
-    depth: int
-
-
-def measure_trip(
-    model: Model, trip: Trip, seed: int, repeat: int, chunk_rows: int, progress: Progress | None = None
-) -> tuple[Figures, Figures]:
-    """(prefill, decode) of one sequence: medians over ``repeat`` runs, each from the same saved state.
-
-    The prompt is fed in pieces of at most ``chunk_rows`` rows, as the engine would. A decode run is ``generate`` steps
-    of one row, the likeliest token each time; its figures count the whole run.
-    """
-    states = StateTable(model.state_spec, 1)
-    slot = states.allocate()
-    ids = random_ids(model.config.vocab_size, 1, trip.depth + trip.prompt, seed)[0]
-    check_case(model, states, [slot], [ids[-min(len(ids), 64) :]], seed)
-    states.clear(slot)
-    _feed(model, states, slot, ids[: trip.depth], chunk_rows, progress)
-    at_depth = states.save(slot)
-    prefill_ms, decode_ms = [], []
-    for run in range(repeat + 1):  # the first one warms up
-        if progress is not None:
-            progress("timing prompt and decoding", run, repeat + 1)
-        states.restore(slot, at_depth)
-        prompt = measure_ms(lambda: _feed(model, states, slot, ids[trip.depth :], chunk_rows), Effort(1, 1, 0.0))
-        decode = measure_ms(lambda: _decode(model, states, slot, ids[-1], trip.generate), Effort(1, 1, 0.0))
-        if run:
-            prefill_ms += prompt
-            decode_ms += decode
-    name = f"{trip.prompt}+{trip.generate} at {trip.depth}"
-    return (
-        Figures(f"prefill {name}", 1, trip.prompt, median_ms(prefill_ms), repeat),
-        Figures(f"decode {name}", 1, trip.generate, median_ms(decode_ms), repeat),
-    )
-
-
-def _feed(
-    model: Model, states: StateTable, slot: int, ids: Sequence[int], chunk_rows: int, progress: Progress | None = None
-) -> None:
-    for start in range(0, len(ids), chunk_rows):
-        if progress is not None:
-            progress("reaching the depth", start, len(ids))
-        piece = list(ids[start : start + chunk_rows])
-        want = [len(piece) - 1] if start + chunk_rows >= len(ids) else []  # logits of the last token only
-        model.forward(Batch.pack([(slot, piece)], [want]), states)
-
-
-def _decode(model: Model, states: StateTable, slot: int, last_id: int, steps: int) -> None:
-    for _ in range(steps):
-        logits = model.forward(Batch.pack([(slot, [last_id])]), states)
-        last_id = int(logits[0].argmax())
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""

@@ -1,20 +1,22 @@
 """What a figure was measured on, and what ``doctor`` looks at: processor, memory, versions, settings.
 
-Reads /proc and /sys where Linux has them and leaves out what it cannot find. Imports neither torch nor numba: versions
-come from the installed packages' metadata.
+Reads /proc and /sys where Linux has them and leaves out what it cannot find. Versions come from the installed packages'
+metadata; only what tells of a card imports torch.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
+import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from kittiwake import __version__
-from kittiwake.device import cache_dir, processor_name, usable_cores
+from kittiwake.device import cache_dir, driver_version, find_card, processor_name, usable_cores, why_no_cuda
 
 TESTED = {
     "torch": ("2.11", "2.15"),
@@ -32,8 +34,9 @@ TESTED = {
 TESTED_PYTHON = ("3.11", "3.14")
 PACKAGES = (
     "torch", "numpy", "numba", "llvmlite", "safetensors", "gguf", "tokenizers", "pyrwkv-tokenizer", "click", "rich", "jinja2",
-    "triton",
+    "triton", "tilelang", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc",
 )  # fmt: skip
+CARD_LIBRARIES = ("torch", "triton", "tilelang")
 # Features that decide which of our kernels and of the library's are used.
 FEATURES = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16", "avx_vnni", "asimd",
@@ -65,9 +68,12 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def machine_line(threads: int) -> str:
-    """The one line that stands beside every figure."""
+def machine_line(threads: int, device: str = "cpu") -> str:
+    """The one line that stands beside every figure; of a model on a card it names the card."""
     versions = package_versions()
+    if device != "cpu" and (card := find_card().card) is not None:
+        libraries = ", ".join(f"{name} {versions[name]}" for name in CARD_LIBRARIES if name in versions)
+        return f"{card.line}, Python {platform.python_version()}, {libraries}, kittiwake {__version__}"
     libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "numba") if name in versions)
     return (
         f"{processor_name()}, {threads} of {usable_cores()} threads, "
@@ -84,6 +90,35 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def describe_card() -> dict[str, Any]:
+    """The card, whether models run on it, and if not, why; sizes in bytes. Imports torch."""
+    found, reason = find_card(), why_no_cuda()
+    document = {} if found.card is None else found.card.document()
+    return {"usable": not reason, "reason": reason, "driver": driver_version(), **document}
+
+
+def kernel_languages() -> list[dict[str, Any]]:
+    """What kernels for a card are written in: installed version, whether it can be used, and what to know of it."""
+    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
+    return [
+        _language("Triton", "triton", "triton", "" if has_compiler else "needs a C compiler (cc) for its launchers"),
+        _language("CUDA C++ (NVRTC)", "cuda-bindings", "cuda.bindings.nvrtc", ""),
+        _language("TileLang", "tilelang", "tilelang", ""),
+    ]
+
+
+def _language(name: str, package: str, module: str, shortcoming: str) -> dict[str, Any]:
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        return {"name": name, "installed": None, "ok": False, "note": f"{package} is not installed"}
+    try:
+        importlib.import_module(module)
+    except Exception as err:  # a library that is missing or of another version, told in its own words
+        return {"name": name, "installed": installed, "ok": False, "note": f"cannot be imported: {err}"}
+    return {"name": name, "installed": installed, "ok": not shortcoming, "note": shortcoming}
 
 
 def checked_versions() -> list[dict[str, Any]]:

@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kittiwake.cli.options import engine_config, engine_options, json_option, model_argument, seed_option
-from kittiwake.cli.output import ProgressBars, emit_json, note, table
+from kittiwake.cli.options import (
+    FILE,
+    engine_config,
+    engine_options,
+    json_option,
+    model_argument,
+    seed_option,
+)
+from kittiwake.cli.output import ProgressBars, emit_json, note
 from kittiwake.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from rich.table import Table
 
-    from kittiwake.bench.timing import Figures
+    from kittiwake.bench.floors import Ceilings
+    from kittiwake.bench.timing import Figures, PeerFigures
     from kittiwake.config import EngineConfig
     from kittiwake.families.contract import Progress
     from kittiwake.load import Loaded
 
-CASES = "1x1,8x1,1x128,1x512"
+_PLAIN_WIDTH = 200
+"""Columns of a table that goes to a file or a pipe."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure; None where the option was left out."""
+
+    model: Path | None
+    shape: str | None
+    cases: str | None
+    prompt: int | None
+    generate: int | None
+    depth: int | None
+    requests: int | None
+    repeat: int | None
+    against: str | None
+    plot: Path | None
+    seed: int
 
 
 @click.command()
 @model_argument()
-@click.option("--cases", metavar="BxT,…", help=f"sequences × tokens of one forward call  [default: {CASES}]")
+@click.option(
+    "--cases",
+    metavar="BxT,…",
+    help="sequences × tokens of one forward call  [default: 1x1,8x1,1x128,1x512, and more of them on a card]",
+)
 @click.option("--shape", metavar="NAME", help="random weights of a published shape, such as 0.1b, instead of a model")
 @click.option("--prompt", type=click.IntRange(1), help="time a prompt of so many tokens, and decoding after it")
 @click.option("--generate", type=click.IntRange(1), help="with --prompt: decode so many tokens  [default: 64]")
 @click.option("--depth", type=click.IntRange(0), help="with --prompt: tokens already seen before it  [default: 0]")
+@click.option("--requests", type=click.IntRange(1, 1024), help="with --prompt: requests at once  [default: 1]")
 @click.option(
     "--repeat", type=click.IntRange(1), help="runs of which the median is told  [default: as many as fit in 2 s]"
 )
+@click.option(
+    "--against",
+    metavar="NAME,…",
+    help="with --shape: time other programs at the same cases, in turns: torch, rwkv, fla, transformers",
+)
+@click.option("--plot", type=FILE, help="draw the cases into a .png, .svg or .pdf; an existing one is replaced")
 @seed_option("draws the tokens")
 @engine_options
 @json_option
@@ -42,7 +82,10 @@ def bench(
     prompt: int | None,
     generate: int | None,
     depth: int | None,
+    requests: int | None,
     repeat: int | None,
+    against: str | None,
+    plot: Path | None,
     seed: int,
     device: str,
     dtype: str,
@@ -52,96 +95,175 @@ def bench(
     """Time forward calls: medians after warming up, tokens per second over all sequences.
 
     Each case is first checked for exact bits; where that fails no speed is told and the exit code is 1. A case named
-    twice is measured twice. Compare figures of one run only: a shared machine changes from minute to minute.
+    twice is measured twice. On a card its measured rates put a floor beside each figure. Compare figures of one run
+    only: a shared machine changes from minute to minute.
     """
-    _check_options(model, cases, shape, prompt, generate, depth)
+    wanted = Wanted(model, shape, cases, prompt, generate, depth, requests, repeat, against, plot, seed)
+    _check_options(wanted)
     config = engine_config(device=device, dtype=dtype, threads=threads)
     with ProgressBars() as progress:
-        if prompt is None:
-            loaded, figures = time_cases(model, shape, cases or CASES, config, seed, repeat, progress)
-            document: object = [one.document() for one in figures]
-        else:
-            trip = (prompt, 64 if generate is None else generate, depth or 0)
-            loaded, (prefill, decode) = time_trip(model, shape, trip, config, seed, repeat, progress)
-            figures = [prefill, decode]
-            document = {"prefill": prefill.document(), "decode": decode.document()}
+        run = time_cases if prompt is None else time_trip
+        loaded, ceilings, figures = run(wanted, config, progress)
     from kittiwake.bench.machine import machine_line
 
-    where = f"{loaded.model.config.family}, {loaded.dtype} · {machine_line(loaded.threads)}"
+    where = f"{loaded.path}, {loaded.dtype} · {machine_line(loaded.threads, loaded.model.device)}"
+    lines = [where] if ceilings is None else [where, f"ceilings measured now: {ceilings.line}"]
+    if plot is not None:
+        from kittiwake.bench.plots import draw_plot
+
+        draw_plot(figures, where, plot)
     if as_json:
-        emit_json(document)
-        note(where)
+        documents = [one.document() for one in figures]
+        emit_json(documents if prompt is None else dict(zip(("prefill", "decode"), documents, strict=True)))
+        note("\n".join([*lines, *peer_notes(figures)]))
     else:
-        click.echo(f"{figures_text(figures)}\n{where}")
+        _print_table(figures_table(figures))
+        click.echo("\n".join([*lines, *peer_notes(figures)]))
 
 
-def _check_options(
-    model: Path | None,
-    cases: str | None,
-    shape: str | None,
-    prompt: int | None,
-    generate: int | None,
-    depth: int | None,
-) -> None:
-    if model is not None and shape is not None:
+def _check_options(wanted: Wanted) -> None:
+    """Raise UsageError for options that contradict each other or name what is not there, before anything is loaded."""
+    if wanted.model is not None and wanted.shape is not None:
         raise UsageError("MODEL and --shape contradict each other", "--shape makes random weights and needs no model")
-    if prompt is not None and cases is not None:
-        raise UsageError("--prompt and --cases contradict each other", "give one of them")
-    if prompt is None and (generate is not None or depth is not None):
-        raise UsageError("--generate and --depth need --prompt", "for example --prompt 512 --generate 64")
+    if wanted.prompt is not None:
+        for name in ("cases", "against", "plot"):
+            if getattr(wanted, name) is not None:
+                raise UsageError(f"--prompt and --{name} contradict each other", "give one of them")
+    elif any(value is not None for value in (wanted.generate, wanted.depth, wanted.requests)):
+        raise UsageError("--generate, --depth and --requests need --prompt", "for example --prompt 512 --generate 64")
+    if wanted.against is not None:
+        from kittiwake.bench.peers.registry import parse_peers
+
+        parse_peers(wanted.against)
+        if wanted.shape is None:
+            raise UsageError("--against needs --shape", "every side is given the same random weights")
+    if wanted.plot is not None:
+        from kittiwake.bench.plots import check_plot
+
+        check_plot(wanted.plot)
 
 
-def load_for_bench(model: Path | None, shape: str | None, config: EngineConfig, progress: Progress) -> Loaded:
+def load_for_bench(wanted: Wanted, config: EngineConfig, progress: Progress) -> Loaded:
     """The model, or random weights of a shape. Raises UsageError for an unknown shape."""
-    if shape is None:
+    if wanted.shape is None:
         from kittiwake.load import load_model
 
-        return load_model(model, config, progress=progress)
+        return load_model(wanted.model, config, progress=progress)
     from kittiwake.bench.random import load_random
 
-    return load_random(shape, config, progress)
+    return load_random(wanted.shape, config, progress)
 
 
 def time_cases(
-    model: Path | None,
-    shape: str | None,
-    cases: str,
-    config: EngineConfig,
-    seed: int,
-    repeat: int | None,
-    progress: Progress,
-) -> tuple[Loaded, list[Figures]]:
-    """Load, then measure each case in the order given."""
-    from kittiwake.bench.cases import measure_case, parse_cases
+    wanted: Wanted, config: EngineConfig, progress: Progress
+) -> tuple[Loaded, Ceilings | None, list[Figures]]:
+    """Load, measure all cases in turns, and the peers with them."""
+    from kittiwake.bench.cases import CARD_CASES, CPU_CASES, measure_cases, parse_cases
+    from kittiwake.bench.subject import Subject
     from kittiwake.bench.timing import Effort
 
-    wanted = parse_cases(cases)
-    loaded = load_for_bench(model, shape, config, progress)
-    effort = Effort() if repeat is None else Effort(least=repeat, most=repeat)
-    return loaded, [measure_case(loaded.model, case, seed, effort, progress) for case in wanted]
+    named = None if wanted.cases is None else parse_cases(wanted.cases)
+    loaded = load_for_bench(wanted, config, progress)
+    cases = named or parse_cases(CPU_CASES if loaded.model.device == "cpu" else CARD_CASES)
+    ceilings = _ceilings(loaded, progress)
+    subject = Subject(loaded.model, max(case.batch for case in cases))
+    repeated = None if wanted.repeat is None else Effort(least=wanted.repeat, most=wanted.repeat)
+    figures = measure_cases(
+        subject, cases, wanted.seed, repeated or Effort(), ceilings=ceilings, dtype=loaded.dtype, progress=progress
+    )
+    if wanted.against is not None and wanted.shape is not None:
+        from kittiwake.bench.against import PEER_EFFORT, compare
+        from kittiwake.bench.floors import TORCH_DTYPES
+        from kittiwake.bench.peers.contract import PeerTask
+        from kittiwake.bench.peers.registry import parse_peers
+        from kittiwake.bench.random import random_weights
+
+        weights = random_weights(wanted.shape, config)
+        task = PeerTask(weights, weights.shape, loaded.model.device, TORCH_DTYPES[loaded.dtype])
+        figures = compare(
+            subject,
+            figures,
+            parse_peers(wanted.against),
+            task,
+            wanted.seed,
+            effort=repeated or PEER_EFFORT,
+            progress=progress,
+        )
+    return loaded, ceilings, figures
 
 
 def time_trip(
-    model: Path | None,
-    shape: str | None,
-    trip: tuple[int, int, int],
-    config: EngineConfig,
-    seed: int,
-    repeat: int | None,
-    progress: Progress,
-) -> tuple[Loaded, tuple[Figures, Figures]]:
-    """Load, then measure (prompt, generate, depth) tokens of one sequence."""
-    from kittiwake.bench.cases import Trip, measure_trip
+    wanted: Wanted, config: EngineConfig, progress: Progress
+) -> tuple[Loaded, Ceilings | None, list[Figures]]:
+    """Load, then measure a prompt and decoding after it."""
+    from kittiwake.bench.trip import Trip, measure_trip
 
-    loaded = load_for_bench(model, shape, config, progress)
-    return loaded, measure_trip(loaded.model, Trip(*trip), seed, repeat or 5, config.max_rows, progress)
+    loaded = load_for_bench(wanted, config, progress)
+    trip = Trip(wanted.prompt or 1, wanted.generate or 64, wanted.depth or 0, wanted.requests or 1)
+    ceilings = _ceilings(loaded, progress)
+    figures = measure_trip(loaded, trip, config, wanted.seed, wanted.repeat or 5, ceilings=ceilings, progress=progress)
+    return loaded, ceilings, list(figures)
 
 
-def figures_text(figures: Sequence[Figures]) -> str:
-    """A table for people: one line a case."""
-    rows = [("case", "sequences", "tokens each", "median ms", "tokens/s", "runs")]
-    rows += [
-        (one.case, str(one.batch), str(one.tokens), f"{one.median_ms:.3f}", f"{one.tok_s:,.1f}", str(one.samples))
-        for one in figures
-    ]
-    return table(rows)
+def _ceilings(loaded: Loaded, progress: Progress) -> Ceilings | None:
+    """The rates of a card, measured; a processor is shared with others, its rates would tell little."""
+    from kittiwake.bench.floors import measure_ceilings
+
+    device = loaded.model.device
+    if device == "cpu":
+        return None
+    progress("measuring the card", 0, 1)
+    return measure_ceilings(device, loaded.dtype)
+
+
+def figures_table(figures: Sequence[Figures]) -> Table:
+    """A table for people: one line a case, one column a peer."""
+    from rich.table import Table
+
+    has_floors = any(one.floor_ms is not None for one in figures)
+    extra = list(dict.fromkeys(key for one in figures for key in one.extra))
+    peers = list(dict.fromkeys(peer.name for one in figures for peer in one.peers))
+    headings = ["case", "median ms", "tokens/s", *(["floor ms", "by", "reached"] if has_floors else [])]
+    headings += [key.replace("_", " ") for key in extra] + [f"against {name}" for name in peers] + ["runs"]
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("case", "by") else "right", no_wrap=True)
+    for one in figures:
+        cells = [one.case, f"{one.median_ms:.3f}", f"{one.tok_s:,.1f}"]
+        if has_floors:
+            cells += [f"{one.floor_ms:.3f}", one.floor_by, f"{100 * (one.floor_share or 0.0):.0f} %"]
+        cells += [f"{one.extra[key]:.3f}" if key in one.extra else "" for key in extra]
+        found = {peer.name: peer for peer in one.peers}
+        cells += [_peer_cell(found[name]) for name in peers]
+        table.add_row(*cells, str(one.samples))
+    return table
+
+
+def _peer_cell(peer: PeerFigures) -> str:
+    """ "12.3 × (8.21 ms)": how many times faster we are, and the peer's time."""
+    if peer.reason:
+        return "–"
+    return f"{peer.speed:.2f} × ({peer.median_ms:.3g} ms){'' if peer.is_batched else ' *'}"
+
+
+def peer_notes(figures: Sequence[Figures]) -> list[str]:
+    """What each peer was, and why one has no figure; a line for each different thing to say."""
+    lines: dict[str, None] = {}
+    for one in figures:
+        for peer in one.peers:
+            if peer.reason:
+                same = all(peer in other.peers for other in figures)
+                lines[f"{peer.name}{'' if same else f' at {one.case}'}: no figure: {peer.reason}"] = None
+            else:
+                single = "" if peer.is_batched else "; * it runs one sequence after another"
+                lines[f"{peer.name}: {peer.version}{single}"] = None
+    return list(lines)
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, width=_PLAIN_WIDTH)
+    console.print(table)

@@ -42,10 +42,10 @@ def doctor(context: click.Context, model: Path | None, device: str, dtype: str, 
 
 def examine(model: Path | None, config: EngineConfig) -> dict[str, Any]:
     """Everything doctor knows, as JSON values. Errors of a model that was named are raised; the packaged one's are told."""
-    from kittiwake.bench.machine import checked_versions, describe_machine
+    from kittiwake.bench.machine import checked_versions, describe_card, describe_machine, kernel_languages
     from kittiwake.load import load_model
 
-    machine = describe_machine()
+    machine, card = describe_machine(), describe_card()
     warnings: list[str] = []
     loaded: Loaded | None = None
     try:
@@ -58,11 +58,13 @@ def examine(model: Path | None, config: EngineConfig) -> dict[str, Any]:
     runtime = describe_runtime(loaded.threads if loaded else config.threads)
     described = None if loaded is None else describe_loaded(loaded)
     versions = checked_versions()
-    warnings += version_advice(versions) + advice(machine, runtime)
+    warnings += version_advice(versions) + card_advice(card) + advice(machine, runtime)
     if described is not None:
-        warnings += model_advice(described, machine)
+        warnings += model_advice(described, machine, card)
     return {
         "machine": machine,
+        "card": card,
+        "kernel_languages": kernel_languages(),
         "versions": versions,
         "runtime": runtime,
         "model": described,
@@ -81,19 +83,26 @@ def describe_loaded(loaded: Loaded) -> dict[str, Any]:
         "layers": config.layers,
         "width": config.width,
         "vocab_size": config.vocab_size,
+        "device": loaded.model.device,
         "dtype": loaded.dtype,
         "weight_bytes_per_step": loaded.model.weight_bytes,
         "state_bytes_per_sequence": loaded.model.state_spec.slot_bytes,
         "load_ms": round(loaded.load_ms, 1),
         "picked": picked,
-        "proved": describe_proof(picked.get("products", ())),
+        "proved": describe_proof(picked),
     }
 
 
-def describe_proof(products: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many shapes of products the load-time probe found equal bit for bit in torch and in our kernel, and which not."""
-    unproved = [[row["depth"], row["columns"]] for row in products if not row["wide_from"]]
-    return {"shapes": len(products), "equal_bits": len(products) - len(unproved), "own_kernel_only": unproved}
+def describe_proof(picked: dict[str, Any]) -> dict[str, Any]:
+    """How many shapes of products the load-time probe found equal bit for bit in torch and in our kernel, and which not.
+
+    A model on the CPU tells them as ``products``, one on a card as ``picks``.
+    """
+    products, picks = picked.get("products", ()), picked.get("picks", ())
+    unproved: list[Any] = [[row["depth"], row["columns"]] for row in products if not row["wide_from"]]
+    unproved += [row["shape"] for row in picks if row.get("library") == "never"]
+    shapes = len(products) + len(picks)
+    return {"shapes": shapes, "equal_bits": shapes - len(unproved), "own_kernel_only": unproved}
 
 
 def describe_runtime(threads: int) -> dict[str, Any]:
@@ -151,12 +160,18 @@ def advice(machine: dict[str, Any], runtime: dict[str, Any]) -> list[str]:
             f"{machine['cache_folder']} cannot be written: kernels are compiled anew in every process; "
             "set KITTIWAKE_CACHE to a folder that can"
         )
-    if runtime.get("cuda_available"):
-        found.append("torch sees a GPU here; this version of kittiwake computes on the CPU only")
     available = machine["memory_available_bytes"]
     if available is not None and available < 1 << 30:
         found.append(f"only {human_bytes(available)} of memory are available")
     return found
+
+
+def card_advice(card: dict[str, Any]) -> list[str]:
+    """A sentence where a card or its driver is there, and models do not run on it all the same."""
+    if card["usable"] or not (card.get("name") or card["driver"]):
+        return []
+    what = card.get("name") or f"a card with the NVIDIA driver {card['driver']}"
+    return [f"{what} is here, but models run on the CPU: {card['reason']}"]
 
 
 def version_advice(versions: Sequence[dict[str, Any]]) -> list[str]:
@@ -173,8 +188,32 @@ def version_advice(versions: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def model_advice(model: dict[str, Any], machine: dict[str, Any]) -> list[str]:
+def model_advice(model: dict[str, Any], machine: dict[str, Any], card: dict[str, Any]) -> list[str]:
     """Sentences about what would make this model faster here."""
+    return _cpu_model_advice(model, machine) if model["device"] == "cpu" else _card_model_advice(model, card)
+
+
+def _card_model_advice(model: dict[str, Any], card: dict[str, Any]) -> list[str]:
+    found = []
+    proof, picked = model["proved"], model["picked"]
+    if model["dtype"] == "fp32":
+        found.append("weights are kept as float32: --dtype bf16 or fp16 is several times faster, and rounds them")
+    elif proof["own_kernel_only"]:
+        found.append(
+            f"{len(proof['own_kernel_only'])} of {proof['shapes']} shapes of products never go to the library; "
+            "each pick tells the reason"
+        )
+    used = picked.get("weight_bytes", 0) + picked.get("workspace_bytes", 0) + picked.get("graphs", {}).get("bytes", 0)
+    slots = (card["memory_bytes"] - used) // max(1, model["state_bytes_per_sequence"])
+    if slots < 64:
+        found.append(
+            f"weights, workspace and graphs take {human_bytes(used)} of the card's {human_bytes(card['memory_bytes'])}: "
+            f"room for {max(0, slots)} states, fewer than the 64 slots of an engine by default"
+        )
+    return found
+
+
+def _cpu_model_advice(model: dict[str, Any], machine: dict[str, Any]) -> list[str]:
     found = []
     proof = model["proved"]
     if proof["own_kernel_only"]:
@@ -221,18 +260,39 @@ def report_text(report: dict[str, Any]) -> str:
         }
         for row in report["versions"]
     ]
-    sections: dict[str, Any] = {"machine": machine, "versions": versions, "runtime": report["runtime"]}
+    languages = [
+        {
+            "language": row["name"],
+            "installed": row["installed"] or "–",
+            "usable": row["ok"],
+            "": row["note"],
+        }
+        for row in report["kernel_languages"]
+    ]
+    sections: dict[str, Any] = {"machine": machine, "card": _readable(report["card"]), "kernel languages": languages}
+    sections |= {"versions": versions, "runtime": report["runtime"]}
     if report["model"] is not None:
-        model = dict(report["model"])
-        for field in ("weight_bytes_per_step", "state_bytes_per_sequence"):
-            model[field.replace("_bytes", "")] = human_bytes(model.pop(field))
-        model["picked"] = {**model["picked"]}
+        model = _readable(report["model"])
         if "products" in model["picked"]:
             model["picked"]["products"] = [_product_row(row) for row in model["picked"]["products"]]
         sections["model"] = model
     lines = [outline(sections)]
     lines += [f"advice: {sentence}" for sentence in report["warnings"]] or ["nothing to advise"]
     return "\n".join(lines)
+
+
+def _readable(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with sizes in bytes made readable, in objects within it too; empty texts are left out."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        if is_size and (key == "bytes" or "_bytes" in key):
+            found[key.replace("_bytes", "")] = human_bytes(value)
+        elif isinstance(value, dict):
+            found[key] = _readable(value)
+        elif value != "":
+            found[key] = value
+    return found
 
 
 def _product_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import new_states
 from kittiwake.errors import RequestError
 from kittiwake.families.contract import Model
 
@@ -15,7 +15,7 @@ class Runner:
 
     def __init__(self, model: Model, slots: int) -> None:
         self.model = model
-        self.states = StateTable(model.state_spec, slots)
+        self.states = new_states(model, slots)
 
     def run(self, batch: Batch) -> np.ndarray:
         """Float32 logits [W, vocab] of the wanted rows; the states of the batch's slots move on."""

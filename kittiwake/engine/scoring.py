@@ -15,7 +15,7 @@ import numpy as np
 
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.request import KeptState
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import StateTable, new_states
 from kittiwake.errors import RequestError, UsageError
 from kittiwake.families.contract import Model
 from kittiwake.ops.log_softmax.cpu import log_probs, top_log_probs
@@ -94,7 +94,7 @@ def run_rows(
     ``layers`` names hidden rows: the residual stream that enters layer 0, 1, … and (``model.config.layers``) what
     leaves the last one, before the output norm.
     """
-    table = StateTable(model.state_spec, max(1, min(len(given), SCORE_SLOTS)))
+    table = new_states(model, max(1, min(len(given), SCORE_SLOTS)))
     waiting = deque(index for index, one in enumerate(given) if len(one.ids))
     running: dict[int, tuple[int, int]] = {}  # sequence → its slot, and the tokens run
     while waiting or running:
@@ -149,7 +149,7 @@ def prefill(model: Model, given: Given, *, max_rows: int = SCORE_ROWS) -> KeptSt
     """The state after exactly these tokens, with the logits that follow them; nothing is drawn. ``ids`` may be empty
     after a state that has logits."""
     before, initial = (given.start.tokens, given.start.initial) if given.start is not None else ((), "")
-    table = StateTable(model.state_spec, 1)
+    table = new_states(model, 1)
     slot = table.allocate()
     row = None
     if given.start is not None:
@@ -195,7 +195,7 @@ def score_stream(model: Model, pieces: Iterable[np.ndarray], *, max_rows: int = 
 
     As :func:`score`, the first token of all is not among them.
     """
-    table = StateTable(model.state_spec, 1)
+    table = new_states(model, 1)
     slot = table.allocate()
     before = np.empty((0, model.config.vocab_size), dtype=np.float32)
     for piece in pieces:

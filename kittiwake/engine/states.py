@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kittiwake.errors import StateError
+
+if TYPE_CHECKING:
+    from kittiwake.families.contract import Model
 
 SCRATCH_SLOT = 0
 """The slot that belongs to nobody: spare rows of a graph bucket write there, no request ever gets it."""
@@ -88,10 +92,12 @@ class StateTable:
         self.spec = spec
         self.slots = slots
         self.positions = np.zeros(slots + 1, dtype=np.int64)
-        self._arrays = {
-            part.name: np.zeros((spec.layers, slots + 1, *part.shape), dtype=part.dtype) for part in spec.parts
-        }
+        self._arrays = {part.name: self._make((spec.layers, slots + 1, *part.shape), part.dtype) for part in spec.parts}
         self._free = list(range(slots, SCRATCH_SLOT, -1))
+
+    def _make(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array of zeros where the table lives."""
+        return np.zeros(shape, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +109,7 @@ class StateTable:
         """Slots that allocate() can still give."""
         return len(self._free)
 
-    def part(self, name: str) -> np.ndarray:
+    def part(self, name: str) -> Any:
         """The array of one part, [L, S, *shape]; writes go to the table."""
         return self._arrays[name]
 
@@ -144,16 +150,31 @@ class StateTable:
 
     def check_saved(self, saved: SavedState) -> None:
         """Raise StateError when the parts of a saved state are not this table's."""
-        if set(saved.parts) != set(self._arrays):
-            raise StateError(f"saved state has parts {sorted(saved.parts)}, this model has {sorted(self._arrays)}")
-        for name, array in self._arrays.items():
-            found, expected = saved.parts[name], array[:, SCRATCH_SLOT]
-            if found.shape != expected.shape or found.dtype != expected.dtype:
+        kinds = {name: (array[:, SCRATCH_SLOT].shape, str(array.dtype)) for name, array in self._arrays.items()}
+        self._check_parts(saved, kinds)
+
+    @staticmethod
+    def _check_parts(saved: SavedState, kinds: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        if set(saved.parts) != set(kinds):
+            raise StateError(f"saved state has parts {sorted(saved.parts)}, this model has {sorted(kinds)}")
+        for name, (shape, dtype) in kinds.items():
+            found = saved.parts[name]
+            if found.shape != shape or str(found.dtype) != dtype:
                 raise StateError(
-                    f"saved state part {name!r} is {found.dtype} {found.shape}, this model has "
-                    f"{expected.dtype} {expected.shape}"
+                    f"saved state part {name!r} is {found.dtype} {found.shape}, this model has {dtype} {shape}"
                 )
 
     def _check(self, slot: int) -> None:
         if not SCRATCH_SLOT < slot <= self.slots or slot in self._free:
             raise StateError(f"slot {slot} is not a taken slot of this table (1 to {self.slots})")
+
+
+def new_states(model: Model, slots: int) -> StateTable:
+    """A state table for a model, where the model lives."""
+    if model.device == "cpu":
+        return StateTable(model.state_spec, slots)
+    import torch
+
+    from kittiwake.engine.cuda_states import CudaStateTable
+
+    return CudaStateTable(model.state_spec, slots, torch.device(model.device))

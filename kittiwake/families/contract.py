@@ -48,6 +48,8 @@ class Model(Protocol):
 
     config: ModelConfig
     state_spec: StateSpec
+    device: str
+    """"cpu" or "cuda": where weights and states live."""
 
     @property
     def weight_bytes(self) -> int:
@@ -76,6 +78,8 @@ class Family(Protocol):
     """One kind of model: tells its own checkpoints, names its tensors, and builds a :class:`Model`."""
 
     name: str
+    devices: tuple[str, ...]
+    """Where its models can run."""
 
     def recognises(self, source: TensorSource) -> bool:
         """Whether the names in this source are this family's (cheap; reads no tensor data)."""
@@ -100,8 +104,12 @@ class Family(Protocol):
         config: ModelConfig,
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
+        device: str,
         dtype: str,
         threads: int,
         progress: Progress | None = None,
     ) -> Model:
-        """Consume canonical tensors and return a model ready to run. ``dtype`` is "fp32" or "bf16" (storage of weights)."""
+        """Consume canonical tensors and return a model ready to run on ``device``, one of ``devices``.
+
+        ``dtype`` is how weights are kept: "fp32", "bf16", or on CUDA "fp16".
+        """

@@ -61,6 +61,7 @@ class Rwkv7Family:
     """The family's side of the contract."""
 
     name = "rwkv7"
+    devices = ("cpu", "cuda")
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-7 is told by its bonus ``r_k``, which no other version has, and in GGUF by the architecture."""
@@ -140,11 +141,17 @@ class Rwkv7Family:
         config: ModelConfig,
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
+        device: str,
         dtype: str,
         threads: int,
         progress: Progress | None = None,
     ) -> Model:
-        """Take the tensors one at a time into a model on the CPU."""
+        """Take the tensors one at a time into a model."""
+        if device == "cuda":
+            from kittiwake.families.rwkv7_cuda import build_cuda  # Triton is there only where a card is
+
+            sizes = _sizes(config)
+            return build_cuda(config, sizes, _state_spec(sizes), tensors, dtype=dtype, progress=progress)
         model = Rwkv7Model(config, dtype, threads, progress)
         total = len(canonical_shapes(_sizes(config)))
         for done, (name, tensor) in enumerate(tensors):
@@ -230,7 +237,7 @@ class Rwkv7Model:
     """An RWKV-7 on the CPU: float32 arithmetic and states, weights in float32 or bfloat16."""
 
     def __init__(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> None:
-        self.config = config
+        self.config, self.device = config, "cpu"
         self.dtype, self.threads = dtype, threads
         self._sizes = sizes = _sizes(config)
         self._eps = np.float32(config.extra["norm_eps"])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import new_states
 from kittiwake.families.contract import Model
 
 
@@ -36,7 +36,7 @@ class Table:
 
     def __init__(self, model: Model, slots: int) -> None:
         self.model = model
-        self.states = StateTable(model.state_spec, slots)
+        self.states = new_states(model, slots)
 
     def step(self, sequences: list[tuple[int, list[int]]]) -> list[str]:
         """Run one batch of (slot, ids); the fingerprint of each sequence after it."""

@@ -20,6 +20,7 @@ class SumModel:
         self.config = ModelConfig("fake", layers=1, width=1, vocab_size=VOCAB)
         self.state_spec = StateSpec(1, (StatePart("sum", (1,)),))
         self.weight_bytes = 4
+        self.device = "cpu"
         self.crowd_leak = crowd_leak
         self.chunk_leak = chunk_leak
         self.calls: list[tuple[int, int]] = []

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kittiwake.load import Loaded
 from tests.bench.fakes import SumModel
+from tests.engine.pieces import PieceTokenizer
 
 from .conftest import Call, fake_loaded
 
 FIGURES = {"case", "batch", "tokens", "median_ms", "tok_s"}
+
+
+def _loaded() -> Loaded:
+    model: Any = SumModel()
+    return Loaded(Path("fake"), "random", model, PieceTokenizer(), "fp32", 2, 0.0, None, None)
 
 
 @pytest.fixture
@@ -21,14 +30,14 @@ def loads(fake_module: Callable[..., ModuleType]) -> list[Any]:
 
     def load_model(model: object, config: object, **_: object) -> Any:
         asked.append(("model", model))
-        return fake_loaded(SumModel())
+        return _loaded()
 
     def load_random(shape: str, config: object, progress: object) -> Any:
         asked.append(("shape", shape))
-        return fake_loaded(SumModel())
+        return _loaded()
 
-    fake_module("kittiwake.load", load_model=load_model)
-    fake_module("kittiwake.bench.random", load_random=load_random)
+    fake_module("kittiwake.load", load_model=load_model, Loaded=Loaded)
+    fake_module("kittiwake.bench.random", load_random=load_random, random_weights=lambda *_: WEIGHTS)
     return asked
 
 
@@ -48,23 +57,41 @@ def test_prompt_and_decoding(call: Call, loads: list[Any]) -> None:
     document = json.loads(result.stdout)
     assert document.keys() == {"prefill", "decode"}
     assert (document["prefill"].keys(), document["prefill"]["tokens"]) == (FIGURES, 12)
-    assert (document["decode"].keys(), document["decode"]["tokens"]) == (FIGURES, 5)
+    assert document["decode"].keys() == FIGURES | {"step_ms", "forward_ms", "host_share"}
+    assert (document["decode"]["tokens"], document["decode"]["batch"]) == (5, 1)
     assert loads == [("shape", "0.1b")]
+
+
+def test_several_requests_at_once(call: Call, loads: list[Any]) -> None:
+    document = json.loads(call(*"bench --prompt 3 --generate 2 --requests 4 --repeat 1 --json".split()).stdout)
+    assert (document["prefill"]["batch"], document["decode"]["batch"]) == (4, 4)
 
 
 def test_table_stands_beside_the_machine(call: Call, loads: list[Any]) -> None:
     result = call("bench", "--cases", "1x4", "--repeat", "1")
-    assert result.stdout.splitlines()[0].split() == [
-        "case",
-        "sequences",
-        "tokens",
-        "each",
-        "median",
-        "ms",
-        "tokens/s",
-        "runs",
-    ]
+    assert all(heading in result.stdout for heading in ("case", "median ms", "tokens/s", "runs"))
+    assert "1x4" in result.stdout
     assert "kittiwake 0." in result.stdout.splitlines()[-1]
+
+
+WEIGHTS = SimpleNamespace(shape=None)
+
+
+def test_a_peer_has_a_column_and_the_reason_stands_below(call: Call, loads: list[Any]) -> None:
+    arguments = "bench --shape 0.1b --cases 1x4,2x1 --against fla --repeat 1".split()
+    plain = call(*arguments)
+    assert plain.code == 0
+    assert "against fla" in plain.stdout
+    assert "fla: no figure: " in plain.stdout
+    rows = json.loads(call(*arguments, "--json").stdout)
+    assert [row["peers"][0]["name"] for row in rows] == ["fla", "fla"]
+    assert all(row["peers"][0]["reason"] for row in rows)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib comes with the plots extra")
+def test_a_plot_is_drawn_beside_the_figures(call: Call, loads: list[Any], tmp_path: Path) -> None:
+    assert call("bench", "--cases", "1x4,2x1", "--repeat", "1", "--plot", tmp_path / "a.png").code == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_inexact_work_has_no_speed(call: Call, fake_module: Callable[..., ModuleType]) -> None:
@@ -89,6 +116,12 @@ def test_an_unknown_shape_is_named_with_the_known_ones(call: Call) -> None:
         "--prompt 4 --cases 1x4",
         "--generate 4",
         "--depth 4",
+        "--requests 4",
+        "--against torch",
+        "--shape 0.1b --against vllm",
+        "--shape 0.1b --against torch --prompt 4",
+        "--plot picture.gif",
+        "--plot a.png --prompt 4",
         "--repeat 0",
         "--prompt 0",
     ],

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from kittiwake.cli.doctor import advice, describe_proof, is_writable, model_advice, version_advice
+from kittiwake.cli.doctor import (
+    advice,
+    card_advice,
+    describe_loaded,
+    describe_proof,
+    is_writable,
+    model_advice,
+    report_text,
+    version_advice,
+)
 from kittiwake.errors import BundleError
 from tests.bench.fakes import SumModel
 
@@ -30,7 +39,11 @@ def test_json_tells_machine_runtime_and_what_was_picked(call: Call, fake_module:
     result = call("doctor", "--json")
     assert result.code == 0
     report = json.loads(result.stdout)
-    assert report.keys() == {"machine", "versions", "runtime", "model", "warnings"}
+    assert report.keys() == {"machine", "card", "kernel_languages", "versions", "runtime", "model", "warnings"}
+    assert report["card"]["usable"] != bool(report["card"]["reason"])
+    assert [row["name"] for row in report["kernel_languages"]] == ["Triton", "CUDA C++ (NVRTC)", "TileLang"]
+    assert all(row["ok"] or row["note"] for row in report["kernel_languages"])
+    assert report["model"]["device"] == "cpu"
     assert {"name", "installed", "tested", "ok"} == report["versions"][0].keys()
     assert report["model"]["proved"] == {"shapes": 0, "equal_bits": 0, "own_kernel_only": []}
     assert report["model"]["picked"] == {"kind": "fake"}
@@ -75,7 +88,6 @@ def test_a_good_machine_gets_no_advice() -> None:
         ({"cache_folder": "/dev/null/cache"}, {}, "KITTIWAKE_CACHE"),
         ({"memory_available_bytes": 1 << 20}, {}, "memory"),
         ({}, {"torch_mkl": False}, "MKL"),
-        ({}, {"cuda_available": True}, "CPU only"),
     ],
 )
 def test_each_shortcoming_is_named(machine: dict[str, Any], runtime: dict[str, Any], word: str) -> None:
@@ -102,7 +114,86 @@ def test_versions_no_test_has_run_with_are_named() -> None:
     assert "is not installed" in found[1]
 
 
+NO_CARD: dict[str, Any] = {"usable": False, "reason": "torch is built for the CPU only", "driver": None}
+H200: dict[str, Any] = {
+    "usable": True,
+    "reason": "",
+    "name": "NVIDIA H200",
+    "capability": "9.0",
+    "memory_bytes": 143 << 30,
+    "driver": "580.159.03",
+}
+
+
+def test_a_card_that_is_not_used_is_told_with_the_reason() -> None:
+    assert card_advice(NO_CARD) == card_advice(H200) == []
+    old = H200 | {"usable": False, "reason": "compute capability 7.5; 8.0 or later is needed"}
+    assert card_advice(old) == [f"NVIDIA H200 is here, but models run on the CPU: {old['reason']}"]
+    assert "driver 580.159.03" in card_advice(NO_CARD | {"driver": "580.159.03"})[0]
+
+
+PICKED: dict[str, Any] = {
+    "device": "cuda",
+    "weight_bytes": 3 << 30,
+    "state_bytes": 12 << 20,
+    "workspace_bytes": 1 << 30,
+    "graphs": {"buckets": [1, 2, 4], "bytes": 1 << 20},
+    "picks": [
+        {"shape": "2048x2048", "kernel": "up to 16 rows 16x64x64", "reason": "probed", "library": "from 64 rows"},
+        {"shape": "8192x2048", "kernel": "up to 16 rows 16x64x64", "reason": "other bits", "library": "never"},
+    ],
+}
+CARD_MODEL: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "fp16",
+    "weight_bytes_per_step": 3 << 30,
+    "state_bytes_per_sequence": 12 << 20,
+    "picked": PICKED,
+    "proved": describe_proof(PICKED),
+}
+
+
+class CardModel(SumModel):
+    """Says that it runs on a card."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = "cuda"
+
+    def describe(self) -> dict[str, Any]:
+        return PICKED
+
+
+def test_picks_on_a_card_are_told_with_reasons_and_memory() -> None:
+    loaded: Any = fake_loaded(CardModel())
+    described = describe_loaded(loaded)
+    assert described["proved"] == {"shapes": 2, "equal_bits": 1, "own_kernel_only": ["8192x2048"]}
+    machine = GOOD_MACHINE | {"memory_bytes": 1 << 30, "packages": {}}
+    report = {"machine": machine, "card": H200, "kernel_languages": [], "versions": [], "runtime": {}}
+    text = report_text(report | {"model": described, "warnings": []})
+    for part in ("name: NVIDIA H200", "memory: 154 GB", "workspace: 1.07 GB", "other bits", "buckets: 1, 2, 4"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("change", "card", "word"),
+    [
+        ({"proved": {"shapes": 2, "equal_bits": 2, "own_kernel_only": []}}, {}, None),
+        ({}, {}, "1 of 2 shapes"),
+        ({"dtype": "fp32"}, {}, "--dtype"),
+        ({"proved": {"shapes": 2, "equal_bits": 2, "own_kernel_only": []}}, {"memory_bytes": 4 << 30}, "room for 0"),
+    ],
+)
+def test_what_would_make_a_model_on_a_card_better_is_told(
+    change: dict[str, Any], card: dict[str, Any], word: str | None
+) -> None:
+    found = model_advice(CARD_MODEL | change, GOOD_MACHINE, H200 | card)
+    assert len(found) == (word is not None)
+    assert word is None or word in found[0]
+
+
 MODEL: dict[str, Any] = {
+    "device": "cpu",
     "dtype": "bf16",
     "weight_bytes_per_step": 1000,
     "picked": {"threads": 2},
@@ -115,7 +206,7 @@ def test_what_was_proved_is_counted() -> None:
         {"depth": 64, "columns": 8, "k_block": 192, "wide_from": 0},
         {"depth": 64, "columns": 64, "k_block": 64, "wide_from": 32},
     ]
-    assert describe_proof(products) == {"shapes": 2, "equal_bits": 1, "own_kernel_only": [[64, 8]]}
+    assert describe_proof({"products": products}) == {"shapes": 2, "equal_bits": 1, "own_kernel_only": [[64, 8]]}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +220,6 @@ def test_what_was_proved_is_counted() -> None:
     ],
 )
 def test_what_would_make_a_model_faster_is_told(change: dict[str, Any], word: str | None) -> None:
-    found = model_advice(MODEL | change, GOOD_MACHINE)
+    found = model_advice(MODEL | change, GOOD_MACHINE, NO_CARD)
     assert len(found) == (word is not None)
     assert word is None or word in found[0]

@@ -88,6 +88,7 @@ class Tampered:
     def __init__(self, tamper: Callable[[Batch, StateTable, Callable[[], np.ndarray]], np.ndarray]) -> None:
         self.inner = tiny_model().model
         self.config, self.state_spec = self.inner.config, self.inner.state_spec
+        self.device = self.inner.device
         self.tamper = tamper
 
     @property

@@ -1,0 +1,298 @@
+"""What recurrent families share on CUDA: embedding, head, workspace, launches and captured graphs.
+
+A family gives its layers (:meth:`CudaModel._trunk`); the rest is here. See families/contract.py for the contract.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kittiwake.engine.batch import Batch
+from kittiwake.engine.cuda_states import CudaStateTable
+from kittiwake.engine.states import StateSpec, StateTable
+from kittiwake.errors import ModelError
+from kittiwake.families.cuda_rows import (
+    DECODE_BUCKETS,
+    Piece,
+    RowBuffer,
+    Rows,
+    Shape,
+    cut,
+    nobody,
+    own_shape,
+    shape_of,
+)
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
+from kittiwake.layers.cuda_probe import pick_products
+from kittiwake.ops.shift_mix.triton import embed_rows, norm_rows
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MOST_ROWS = 8192
+"""Most rows of one launch, which the workspace is made for; longer batches are cut, which changes no bit."""
+MOST_WANTED = 512
+"""Rows of logits made in one launch."""
+Tell = Callable[[str, int, int], None]
+
+
+class CudaModel:
+    """A recurrent model on one CUDA device: float32 residual stream and states, products in ``dtype``."""
+
+    state_spec: StateSpec
+
+    def __init__(self, config: Any, width: int, vocab: int, dtype: str, eps: float) -> None:
+        self.config = config
+        self.device = "cuda"
+        self.dtype = dtype
+        self.element = DTYPES[dtype]
+        self.width, self.vocab, self.eps = width, vocab, eps
+        self.place = torch.device("cuda", torch.cuda.current_device())
+        memory = torch.cuda.get_device_properties(self.place).total_memory
+        self.most_rows = min(MOST_ROWS, max(256, int(memory / 2**30 * 128) // 256 * 256))
+        self.overlap = torch.cuda.get_device_capability()[0] >= 9
+        self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)
+        self.norms = {name: self.vector(2, width) for name in ("embedding_norm", "output_norm")}
+        self.head = CudaGroup([CudaProduct("head.weight", width, vocab)], self.element, self.place)
+        self.drawn: torch.Tensor | None = None
+        """int64 [S], the token drawn last for each slot, which rows given as FROM_DEVICE eat."""
+        self._no_tokens = torch.zeros(1, dtype=torch.int64, device=self.place)
+        self._lock = threading.RLock()
+        self._rooms: dict[str, torch.Tensor] = {}
+        self._rows: RowBuffer | None = None
+
+    # -- what a family gives
+
+    @property
+    @abstractmethod
+    def groups(self) -> Iterable[CudaGroup]:
+        """Every group of products but the head."""
+
+    @abstractmethod
+    def trunk(
+        self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Callable[[int, torch.Tensor], None] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers on the embedded rows; the residual stream and what the last block adds to it."""
+
+    # -- rooms
+
+    def vector(self, *shape: int) -> torch.Tensor:
+        """Float32 zeros on the device."""
+        return torch.zeros(shape, dtype=torch.float32, device=self.place)
+
+    def room(
+        self,
+        name: str,
+        rows: int,
+        *columns: int,
+        dtype: torch.dtype | None = None,
+        lead: int = 0,
+        most: int | None = None,
+    ) -> torch.Tensor:
+        """Room for ``rows`` rows, [rows, *columns] or [lead, rows, *columns]: always at the same address, never cleared."""
+        if name not in self._rooms:
+            size = self.most_rows if most is None else most
+            shape = (size, *columns) if not lead else (lead, size, *columns)
+            self._rooms[name] = torch.empty(shape, dtype=dtype or self.element, device=self.place)
+        whole = self._rooms[name]
+        return whole[:, :rows] if lead else whole[:rows]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the rooms made so far."""
+        return sum(room.nbytes for room in self._rooms.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of product weights a decode step reads."""
+        return sum(group.nbytes for group in (*self.groups, self.head))
+
+    # -- loading
+
+    def load_common(self, name: str, tensor: torch.Tensor) -> bool:
+        """Take the embedding, the head or an outer norm; whether it was one of them."""
+        if name == "embedding.weight":
+            self.embedding.copy_(tensor)
+        elif name == "head.weight":
+            self.head.load(name, tensor)
+        elif name.partition(".")[0] in self.norms:
+            norm, part = name.split(".")
+            self.norms[norm][("weight", "bias").index(part)].copy_(tensor)
+        else:
+            return False
+        return True
+
+    def check_finite(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise ModelError for weights that are not finite, or that ``dtype`` cannot hold."""
+        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
+            raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+        if self.element == torch.float16 and float(tensor.abs().max()) > 65504:
+            raise ModelError(
+                f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32"
+            )
+
+    def pick_products(self, tell: Tell | None = None) -> None:
+        """Prove, and where nothing is known of this card measure, what runs which product."""
+        with self._lock:
+            pick_products([*self.groups, self.head], {self.head.key: torch.float32}, tell)
+
+    # -- running
+
+    def forward(
+        self, batch: Batch, states: StateTable, *, hidden: Mapping[int, np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Run packed rows; see :class:`kittiwake.families.contract.Model`."""
+        out = np.empty((len(batch.want_rows), self.vocab), dtype=np.float32)
+        with self._lock, exact_products():
+            for piece in cut(batch, self.most_rows):
+                if hidden or len(piece.want) > MOST_WANTED:
+                    copies = _Hidden(hidden, piece) if hidden else None
+                    x, y = self._eager(piece, own_shape(piece), states, copies)
+                    self._each_logits(x, y, piece, out)
+                elif len(piece.want):
+                    out[piece.places] = self._run(piece, states)[: len(piece.want)].cpu().numpy()
+                else:
+                    self._run(piece, states)
+            states.positions[batch.slots] += np.diff(batch.starts)
+        return out
+
+    def forward_on_device(self, batch: Batch, states: StateTable) -> torch.Tensor:
+        """The same, enqueued: float32 logits [W, vocab] on the device, which the next call may overwrite."""
+        with self._lock, exact_products():
+            states.positions[batch.slots] += np.diff(batch.starts)
+            pieces = cut(batch, self.most_rows)
+            if len(pieces) == 1 and len(pieces[0].want) == len(batch.want_rows):
+                return self._run(pieces[0], states)[: len(pieces[0].want)]
+            out = torch.empty((len(batch.want_rows), self.vocab), dtype=torch.float32, device=self.place)
+            for piece in pieces:
+                logits = self._run(piece, states)
+                if len(piece.want):
+                    out[torch.from_numpy(piece.places).to(self.place)] = logits[: len(piece.want)]
+            return out
+
+    def _run(self, piece: Piece, states: StateTable) -> torch.Tensor:
+        """One launch, by a graph where its shape has one. Logits [≥ W, vocab], wanted rows first and in order."""
+        shape, may_keep = shape_of(piece, self.most_rows)
+        if not may_keep:
+            x, y = self._eager(piece, shape, states, None)
+            rows = self._buffer().views(shape)
+            logits = self._logits(x, y, rows)
+        else:
+            graph, logits = self._graph(shape, states)
+            self._buffer().fill(piece, shape)
+            graph.replay()
+        if piece.is_decode and len(piece.want) != len(piece.token_ids) and len(piece.want):
+            return logits[torch.from_numpy(piece.want).to(self.place)]
+        return logits
+
+    def _eager(
+        self, piece: Piece, shape: Shape, states: StateTable, hidden: _Hidden | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = self._buffer()
+        buffer.fill(piece, shape)
+        return self._layers(buffer.views(shape), states, hidden)
+
+    def _layers(self, rows: Rows, states: StateTable, hidden: _Hidden | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(states, CudaStateTable)
+        x = self.room("x0", rows.shape.rows, self.width, dtype=torch.float32)
+        drawn = self._no_tokens if self.drawn is None else self.drawn
+        norm = self.norms["embedding_norm"]
+        given = (rows.token_ids, rows.owners, rows.slots, drawn)
+        # it waits for the whole step before: kernels behind it read states before the one in front of them has ended
+        embed_rows(*given, self.embedding, norm, self.eps, x, overlap=False)
+        return self.trunk(x, rows, states, hidden)
+
+    def _logits(self, x: torch.Tensor, y: torch.Tensor, rows: Rows) -> torch.Tensor:
+        out = self.room("logits", rows.shape.wanted, self.vocab, dtype=torch.float32, most=MOST_WANTED)
+        if rows.shape.wanted:
+            self._head(x, y, rows.want, out)
+        return out
+
+    def _head(self, x: torch.Tensor, y: torch.Tensor, want: torch.Tensor, out: torch.Tensor) -> None:
+        normed = self.room("normed", len(want), self.width, most=MOST_WANTED)
+        norm_rows(x, y, want, self.norms["output_norm"], self.eps, normed, overlap=self.overlap)
+        self.head(normed, out, overlap=self.overlap)
+
+    def _each_logits(self, x: torch.Tensor, y: torch.Tensor, piece: Piece, out: np.ndarray) -> None:
+        """Logits of any number of wanted rows, MOST_WANTED at a time, into host memory."""
+        for first in range(0, len(piece.want), MOST_WANTED):
+            some = piece.want[first : first + MOST_WANTED]
+            want = torch.from_numpy(some.astype(np.int32)).to(self.place)
+            logits = torch.empty((len(some), self.vocab), dtype=torch.float32, device=self.place)
+            self._head(x, y, want, logits)
+            out[piece.places[first : first + MOST_WANTED]] = logits.cpu().numpy()
+
+    def _buffer(self) -> RowBuffer:
+        if self._rows is None:
+            self._rows = RowBuffer(self.most_rows, self.place)
+        return self._rows
+
+    # -- graphs
+
+    def _graph(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor]:
+        """The captured launch of a shape on these states, captured now where it is the first."""
+        assert isinstance(states, CudaStateTable)
+        key = (shape, None if self.drawn is None else self.drawn.data_ptr())
+        if key not in states.graphs:
+            states.graphs[key] = self._capture(shape, states)
+        found: tuple[Any, torch.Tensor] = states.graphs[key]
+        return found
+
+    def _capture(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor]:
+        buffer = self._buffer()
+        buffer.fill(nobody(shape), shape)
+        rows = buffer.views(shape)
+
+        def launch() -> torch.Tensor:
+            x, y = self._layers(rows, states, None)
+            return self._logits(x, y, rows)
+
+        launch()  # compiles what is not compiled yet, and lets the libraries make their handles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        assert isinstance(states, CudaStateTable)
+        if states.pool is None:
+            states.pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=states.pool):
+            logits = launch()
+        return graph, logits
+
+    def capture_decoding(self, states: StateTable, tell: Tell | None = None) -> None:
+        """Capture every decode bucket that these states can need, so that no request waits for it."""
+        sizes = [size for size in DECODE_BUCKETS if size < states.slots]
+        sizes.append(next((size for size in DECODE_BUCKETS if size >= states.slots), DECODE_BUCKETS[-1]))
+        with self._lock, exact_products():
+            for done, size in enumerate(reversed(sizes)):
+                self._graph(Shape(True, size, size, size), states)
+                if tell is not None:
+                    tell("capturing graphs", done + 1, len(sizes))
+
+    def describe(self) -> dict[str, Any]:
+        """The card, the picks with their reasons, and where memory goes."""
+        picks = {group.key: group.describe() for group in (*self.groups, self.head)}
+        return {
+            "device": "cuda",
+            "card": torch.cuda.get_device_name(self.place),
+            "dtype": self.dtype,
+            "weight_bytes": self.weight_bytes + self.embedding.nbytes,
+            "state_bytes": self.state_spec.slot_bytes,
+            "workspace_bytes": self.workspace_bytes,
+            "picks": list(picks.values()),
+        }
+
+
+class _Hidden:
+    """Copies of the residual stream that were asked for, row by row of the batch a piece was cut from."""
+
+    def __init__(self, arrays: Mapping[int, np.ndarray], piece: Piece) -> None:
+        self._arrays, self._rows = arrays, piece.rows
+
+    def __call__(self, layer: int, x: torch.Tensor, y: torch.Tensor | None) -> None:
+        """What enters a layer, not yet added up."""
+        if layer in self._arrays:
+            whole = x if y is None else x + y.float()
+            self._arrays[layer][self._rows] = whole.cpu().numpy()

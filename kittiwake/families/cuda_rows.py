@@ -1,0 +1,216 @@
+"""A batch on the device: rows of one launch, padded to a bucket so that captured graphs can be replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kittiwake.engine.batch import Batch
+from kittiwake.engine.states import SCRATCH_SLOT
+
+DECODE_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+PROMPT_BUCKETS = (
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    640,
+    768,
+    1024,
+    1280,
+    1536,
+    2048,
+    2560,
+    3072,
+    4096,
+    5120,
+    6144,
+    8192,
+)
+SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32)
+_RING = 16
+FROM_DEVICE = -1
+"""A token id that stands for: the one drawn last for this slot."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many rows, sequences and wanted rows a launch has; one captured graph for each."""
+
+    is_decode: bool
+    rows: int
+    sequences: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a batch that goes in one launch. ``places`` are its wanted rows' places in the answer."""
+
+    is_decode: bool
+    token_ids: np.ndarray  # [N]
+    starts: np.ndarray  # [B + 1]
+    slots: np.ndarray  # [B]
+    want: np.ndarray  # [W], rows of this piece
+    places: np.ndarray  # [W]
+    rows: np.ndarray  # [N], which rows of the batch these are
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Views of the device's metadata for one shape: int32, see :class:`Batch`; ``owners`` [N] is each row's sequence."""
+
+    shape: Shape
+    token_ids: torch.Tensor
+    owners: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
+    want: torch.Tensor
+
+
+def cut(batch: Batch, most_rows: int) -> list[Piece]:
+    """The launches of a batch: sequences of one row first, then prompts, at most ``most_rows`` rows each.
+
+    Where the cuts fall changes no bit, so nothing here depends on what else is in the batch.
+    """
+    lengths = np.diff(batch.starts)
+    pieces: list[Piece] = []
+    place = {int(row): index for index, row in enumerate(batch.want_rows)}
+    singles = np.flatnonzero(lengths == 1)
+    for first in range(0, len(singles), most_rows):
+        some = singles[first : first + most_rows]
+        rows = batch.starts[some]
+        found = [(i, place[int(row)]) for i, row in enumerate(rows) if int(row) in place]
+        starts = np.arange(len(some) + 1)
+        pieces.append(Piece(True, batch.token_ids[rows], starts, batch.slots[some], *_pairs(found), rows))
+    open_parts: list[tuple[int, int, int]] = []
+    room = most_rows
+    for sequence in np.flatnonzero(lengths > 1):
+        at, end = int(batch.starts[sequence]), int(batch.starts[sequence + 1])
+        while at < end:
+            count = min(end - at, room)
+            open_parts.append((int(sequence), at, count))
+            at, room = at + count, room - count
+            if room == 0:
+                pieces.append(_prompt_piece(batch, open_parts, place))
+                open_parts, room = [], most_rows
+    if open_parts:
+        pieces.append(_prompt_piece(batch, open_parts, place))
+    return pieces
+
+
+def _prompt_piece(batch: Batch, parts: list[tuple[int, int, int]], place: dict[int, int]) -> Piece:
+    ids = np.concatenate([batch.token_ids[at : at + count] for _, at, count in parts])
+    starts = np.concatenate([[0], np.cumsum([count for _, _, count in parts])])
+    rows = np.concatenate([np.arange(at, at + count) for _, at, count in parts])
+    found = [(i, place[int(row)]) for i, row in enumerate(rows) if int(row) in place] if place else []
+    return Piece(False, ids, starts, batch.slots[[sequence for sequence, _, _ in parts]], *_pairs(found), rows)
+
+
+def _pairs(found: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    array = np.array(found, dtype=np.int64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def bucket(value: int, buckets: tuple[int, ...]) -> int | None:
+    """The least bucket that holds ``value``; None above all."""
+    return next((size for size in buckets if size >= value), None)
+
+
+def nobody(shape: Shape) -> Piece:
+    """A launch of this shape that moves no state but the scratch slot's."""
+    empty = np.zeros(0, dtype=np.int64)
+    if not shape.is_decode:
+        return Piece(False, empty, np.zeros(1, dtype=np.int64), empty, empty, empty, empty)
+    rows = np.arange(shape.rows)
+    return Piece(True, rows * 0, np.arange(shape.rows + 1), rows * 0 + SCRATCH_SLOT, rows, rows, rows)
+
+
+def own_shape(piece: Piece) -> Shape:
+    """The shape of a piece as it is, without padding."""
+    return Shape(False, len(piece.token_ids), len(piece.slots), len(piece.want))
+
+
+def shape_of(piece: Piece, most_rows: int) -> tuple[Shape, bool]:
+    """The shape a piece is padded to, and whether a graph of it may be kept; else its own shape."""
+    rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
+    if piece.is_decode:
+        size = bucket(rows, DECODE_BUCKETS)
+        return (own_shape(piece), False) if size is None else (Shape(True, size, size, size), True)
+    padded, many = bucket(rows, PROMPT_BUCKETS), bucket(sequences, SEQUENCE_BUCKETS)
+    if padded is None or padded > most_rows or many is None or wanted > many:
+        return own_shape(piece), False
+    return Shape(False, padded, many, many), True
+
+
+class RowBuffer:
+    """The metadata on the device, at a fixed address, filled by one copy a launch from pinned memory."""
+
+    def __init__(self, most_rows: int, device: torch.device) -> None:
+        most = max(most_rows, DECODE_BUCKETS[-1])
+        self._device = torch.zeros(_length(Shape(False, most, most, most)), dtype=torch.int32, device=device)
+        pinned = [torch.zeros_like(self._device, device="cpu").pin_memory() for _ in range(_RING)]
+        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]
+        self._turn = 0
+
+    def views(self, shape: Shape) -> Rows:
+        """Where a launch of this shape reads."""
+        parts = []
+        at = 0
+        for size in _sizes(shape):
+            parts.append(self._device[at : at + size])
+            at += _padded(size)
+        return Rows(shape, *parts)
+
+    def fill(self, piece: Piece, shape: Shape) -> None:
+        """Send a piece, padded to ``shape``: spare rows belong to nobody, spare sequences are empty, in the scratch slot."""
+        tensor, array, event = self._ring[self._turn]
+        self._turn = (self._turn + 1) % _RING
+        event.synchronize()  # the copy that last used it has long run, unless the host is far ahead
+        rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
+        length = _length(shape)
+        array[:length] = 0
+        ids, owners, starts, slots, want = _split(array, shape)
+        ids[:rows] = piece.token_ids
+        slots[:sequences] = piece.slots
+        slots[sequences:] = SCRATCH_SLOT
+        if shape.is_decode:
+            owners[:] = np.arange(shape.rows)
+            starts[:] = np.arange(shape.rows + 1)
+            want[:] = np.arange(shape.rows)
+        else:
+            owners[:rows] = np.repeat(np.arange(sequences), np.diff(piece.starts))
+            owners[rows:] = -1
+            starts[: sequences + 1] = piece.starts
+            starts[sequences + 1 :] = rows
+            want[:wanted] = piece.want
+        self._device[:length].copy_(tensor[:length], non_blocking=True)
+        event.record()
+
+
+def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:
+    return shape.rows, shape.rows, shape.sequences + 1, shape.sequences, shape.wanted
+
+
+def _padded(size: int) -> int:
+    return -(-size // 4) * 4  # kernels are compiled for addresses that are multiples of 16 bytes
+
+
+def _length(shape: Shape) -> int:
+    return sum(_padded(size) for size in _sizes(shape))
+
+
+def _split(array: np.ndarray, shape: Shape) -> list[np.ndarray]:
+    parts, at = [], 0
+    for size in _sizes(shape):
+        parts.append(array[at : at + size])
+        at += _padded(size)
+    return parts

@@ -1,0 +1,236 @@
+"""The only door to products with weights on CUDA. Same K order for every row count, so same bits (docs/exactness.md).
+
+Products that run at the same time stand in one :class:`CudaGroup`: one launch of the in-order kernel for few rows, the
+library without split-K for many. Which of the two serves a row count, and how the kernel is tiled, is fixed at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import triton
+
+from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
+from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
+
+DEPTH_PADDING = 16
+
+
+@dataclass(frozen=True)
+class CudaProduct:
+    """One product of a group: ``columns`` outputs, sums over ``depth``."""
+
+    name: str
+    depth: int
+    columns: int
+    input: int = 0
+    """Which input of the group it reads, by number,"""
+    input_column: int = 0
+    """and from which column."""
+    activation: str = "none"
+
+
+ROW_LIMITS = (1, 8, 16, 32, 64, 128, 256, 512, 1 << 30)
+"""A pick serves the row counts up to its limit."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What can run a group: the narrow kernel, the in-order kernel in tiles, or the library."""
+
+    kind: str
+    """One of narrow, tile and library."""
+    layout: Narrow | Config | None = None
+
+    def __str__(self) -> str:
+        """In a few characters."""
+        return " ".join([self.kind, *("x".join(map(str, astuple(part))) for part in [self.layout] if part is not None)])
+
+
+@dataclass(frozen=True)
+class Picks:
+    """What serves which row count for one shape of group; one choice for each of ROW_LIMITS."""
+
+    choices: tuple[Choice, ...]
+    reason: str = "default"
+
+    def choice(self, rows: int) -> Choice:
+        """What runs so many rows."""
+        return next(choice for most, choice in zip(ROW_LIMITS, self.choices, strict=True) if rows <= most)
+
+
+def default_picks(depth: int, element: torch.dtype, is_grouped: bool) -> Picks:
+    """The in-order kernel for every row count: exact on every card from compute capability 8.0 on."""
+    return Picks(tuple(Choice("tile", default_tile(depth, element, most, is_grouped)) for most in ROW_LIMITS))
+
+
+def default_tile(depth: int, element: torch.dtype, rows: int, is_grouped: bool) -> Config:
+    """A tiling that fits every card."""
+    bk = min(64, max(16, triton.next_power_of_2(depth)))
+    if element == torch.float32:
+        return Config(16 if rows <= 16 else 32, 32, min(bk, 32), 4, 3)
+    if rows <= 16:
+        return Config(16, 32, bk, 2, 4)
+    return Config(32, 32, bk, 4, 4) if rows <= 32 else Config(64, 32 if is_grouped else 64, bk, 4, 3)
+
+
+class CudaGroup:
+    """Products that are launched together; weights of all in one flat tensor, each [columns, depth] with padding."""
+
+    def __init__(self, products: Sequence[CudaProduct], dtype: torch.dtype, device: torch.device) -> None:
+        self.products = tuple(products)
+        self.dtype = dtype
+        align = TILE if len(products) > 1 else 2 * TILE
+        self.align = align
+        self._places: dict[str, tuple[int, int, CudaProduct]] = {}
+        lines: list[tuple[int, ...]] = []
+        codes: list[int] = []
+        first, column = 0, 0
+        for product in products:
+            stride = -(-product.depth // DEPTH_PADDING) * DEPTH_PADDING
+            padded = -(-product.columns // align) * align
+            self._places[product.name] = (first, column, product)
+            for begin in range(0, padded, TILE):
+                left = product.columns - begin
+                lines.append(
+                    (
+                        product.input,
+                        product.input_column,
+                        first + begin * stride,
+                        product.depth,
+                        column + begin,
+                        max(left, 0),
+                    )
+                )
+                codes.append(ACTIVATIONS[product.activation])
+            first += padded * stride
+            column += product.columns
+        self.columns = column
+        self.depth = max(product.depth for product in products)
+        self._aligned = 16 if all(p.input_column % 16 == 0 for p in products) else 1
+        self.weight = torch.zeros(first, dtype=dtype, device=device)
+        self.lines = torch.tensor(lines, dtype=torch.int64, device=device)
+        self._codes = torch.tensor(codes, dtype=torch.int32, device=device)
+        self._has_rows_of_16_bytes = dtype.itemsize == 2 and all(
+            p.input_column % 8 == 0 and p.depth % 8 == 0 for p in products
+        )
+        self.picks = default_picks(self.depth, dtype, len(products) > 1)
+
+    @property
+    def key(self) -> str:
+        """What a pick depends on: the shape of the group."""
+        return f"{self.columns}x{self.depth}" + (f"/{len(self.products)}" if len(self.products) > 1 else "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.weight.nbytes
+
+    def matrix(self, name: str) -> torch.Tensor:
+        """The weights of one product, a view [columns, depth]."""
+        first, _, product = self._places[name]
+        stride = -(-product.depth // DEPTH_PADDING) * DEPTH_PADDING
+        return self.weight.as_strided((product.columns, product.depth), (stride, 1), first)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the weights [columns, depth] of one product."""
+        self.matrix(name).copy_(tensor)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
+        """x [inputs, M, *] or [M, *] → out [M, columns]; ``overlap`` as in :class:`kittiwake.ops.nvrtc.CudaKernel`.
+
+        The library's flags must be those of :func:`exact_products`.
+        """
+        self.run(self.picks.choice(out.shape[0]), x, out, overlap=overlap)
+
+    def can_run(self, choice: Choice, out_dtype: torch.dtype) -> bool:
+        """Whether a choice fits this group."""
+        if choice.kind == "narrow":
+            assert isinstance(choice.layout, Narrow)
+            return self._has_rows_of_16_bytes and choice.layout.bn <= self.align
+        if choice.kind == "library":
+            return out_dtype == self.dtype
+        assert isinstance(choice.layout, Config)
+        return choice.layout.bn <= self.align
+
+    def run(self, choice: Choice, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
+        """The same by a choice."""
+        if choice.kind == "narrow":
+            assert isinstance(choice.layout, Narrow)
+            narrow_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)
+        elif choice.kind == "library":
+            self.library(x, out)
+        else:
+            assert isinstance(choice.layout, Config)
+            self.tiled(x, out, choice.layout, overlap=overlap)
+
+    def library(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """By cuBLASLt, product by product."""
+        for product in self.products:
+            _, column, _ = self._places[product.name]
+            given = x[product.input] if x.dim() == 3 else x
+            given = given[:, product.input_column : product.input_column + product.depth]
+            torch.mm(given, self.matrix(product.name).t(), out=out[:, column : column + product.columns])
+            if product.activation != "none":
+                activate(out, column, product.columns, product.activation)
+
+    def tiled(self, x: torch.Tensor, out: torch.Tensor, config: Config, *, overlap: bool) -> None:
+        """By the in-order kernel."""
+        rows = out.shape[0]
+        bn = min(config.bn, self.align)
+        grid = (self.lines.shape[0] * TILE // bn, -(-rows // config.bm))
+        rows_kernel[grid](
+            x,
+            self.weight,
+            out,
+            self.lines,
+            self._codes,
+            rows,
+            x.stride(-2),
+            x.stride(0) if x.dim() == 3 else 0,
+            out.stride(0),
+            BM=config.bm,
+            BN=bn,
+            BK=config.bk,
+            EVEN=all(product.depth % config.bk == 0 for product in self.products),
+            ALIGN=self._aligned,
+            PADDED=DEPTH_PADDING,
+            PRECISION="ieee",
+            OVERLAP=overlap,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The pick of this shape, as JSON values."""
+        served = {str(most): str(choice) for most, choice in zip(ROW_LIMITS, self.picks.choices, strict=True)}
+        served["more"] = served.pop(str(ROW_LIMITS[-1]))
+        return {"shape": self.key, "up_to_rows": served, "reason": self.picks.reason}
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K, no TF32; as they were afterwards."""
+    flags = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    before = {name: getattr(flags, name) for name in ("allow_tf32", "allow_fp16_accumulation")}
+    reductions = {}
+    for kind in ("fp16", "bf16"):
+        name = f"allow_{kind}_reduced_precision_reduction"
+        reductions[name] = (getattr(flags, name), getattr(flags, f"{name}_split_k"))
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        for name in reductions:
+            setattr(flags, name, (False, False))
+        for name in before:
+            setattr(flags, name, False)
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(library)
+        for name, value in (before | reductions).items():
+            setattr(flags, name, value)

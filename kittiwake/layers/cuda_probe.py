@@ -1,0 +1,237 @@
+"""Which implementation of a product serves which row count on this card: tuned once, proved at every load.
+
+A pick is used only where its rows have the bits of the in-order kernel on random data, at row counts on both sides of
+every border. What is shipped for a card, or was found by an earlier load, is proved again; what fails is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from kittiwake.device import cache_dir
+from kittiwake.layers.cuda_linear import (
+    ROW_LIMITS,
+    Choice,
+    CudaGroup,
+    Picks,
+    default_picks,
+    default_tile,
+    exact_products,
+)
+from kittiwake.ops.matmul.cuda import Narrow
+from kittiwake.ops.matmul.triton import Config
+
+Tell = Callable[[str, int, int], None]
+_PROVED_AT = {
+    1: (1,),
+    8: (2, 7, 8),
+    16: (9, 16),
+    32: (17, 31),
+    64: (33, 63, 64),
+    128: (65, 127),
+    256: (129, 256),
+    512: (257,),
+}
+_PROVED_ABOVE = (513, 1000)
+_MOST_ROWS = 1000
+_TIMED_ROWS = {1 << 30: 1024}
+_NARROW = {
+    1: ((16, 8, 256, 3), (32, 8, 256, 4), (8, 8, 256, 4), (8, 8, 256, 6), (16, 8, 128, 6), (64, 16, 128, 4), (32, 8, 128, 3)),
+    8: ((32, 8, 256, 4), (16, 8, 256, 3), (16, 8, 512, 3), (32, 8, 128, 3)),
+}  # fmt: skip
+_TILES = {
+    16: ((16, 16, 256, 2, 4), (16, 32, 128, 2, 6), (16, 32, 128, 4, 4), (16, 16, 32, 1, 6), (16, 16, 128, 2, 6)),
+    32: ((32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 32, 32, 1, 6), (32, 64, 64, 4, 5)),
+    64: ((64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (64, 64, 128, 4, 4), (64, 16, 32, 1, 6), (64, 32, 64, 4, 4)),
+    128: ((64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (128, 64, 64, 4, 4), (128, 32, 64, 4, 4), (64, 32, 32, 2, 4)),
+}  # fmt: skip
+
+
+def pick_products(groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dtype], tell: Tell | None = None) -> None:
+    """Set the picks of every group; ``out_dtypes`` names those whose outputs have another type than their weights."""
+    by_key: dict[str, list[CudaGroup]] = {}
+    for group in groups:
+        by_key.setdefault(group.key, []).append(group)
+    element = groups[0].dtype
+    known = _shipped(element) | _found(element)
+    news: dict[str, list[Any]] = {}
+    with exact_products():
+        for done, (key, same) in enumerate(by_key.items()):
+            out_dtype = out_dtypes.get(key, element)
+            if element == torch.float32:
+                picks = default_picks(same[0].depth, element, len(same[0].products) > 1)
+            elif key in known:
+                picks = Picks(tuple(_choice(item) for item in known[key]), "measured on this kind of card")
+            else:
+                picks = _tune(same, out_dtype)
+                news[key] = [_document(choice) for choice in picks.choices]
+            picks = _proved(same[0], picks, out_dtype)
+            for group in same:
+                group.picks = picks
+            if tell is not None:
+                tell("proving products", done + 1, len(by_key))
+    if news:
+        _keep(element, news)
+
+
+# -- proof
+
+
+def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype) -> Picks:
+    """The picks, with every choice that gives other bits than the in-order kernel replaced by it."""
+    given, expected = _trial(group, out_dtype)
+    is_grouped = len(group.products) > 1
+    group.run(
+        Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped)), given, expected, overlap=False
+    )
+    choices, failed = [], []
+    for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
+        counts = _PROVED_AT.get(most, _PROVED_ABOVE)
+        if not group.can_run(choice, out_dtype) or not all(
+            _agrees(group, choice, given, expected, rows) for rows in counts
+        ):
+            failed.append(f"{choice} up to {most} rows")
+            choice = Choice("tile", default_tile(group.depth, group.dtype, most, is_grouped))
+        choices.append(choice)
+    reason = f"{picks.reason}; bits proved"
+    if failed:
+        reason += f"; replaced, for it gave other bits or cannot run here: {', '.join(failed)}"
+    return Picks(tuple(choices), reason)
+
+
+def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random rows for a group, and room for its outputs, filled with NaN."""
+    inputs = 1 + max(product.input for product in group.products)
+    columns = max(product.input_column + product.depth for product in group.products)
+    generator = torch.Generator(group.weight.device).manual_seed(rows)
+    columns = -(-columns // 8) * 8
+    given = torch.randn((inputs, rows, columns), generator=generator, device=group.weight.device).to(group.dtype)
+    out = torch.full((rows, group.columns), torch.nan, dtype=out_dtype, device=group.weight.device)
+    return given if inputs > 1 else given[0], out
+
+
+def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int) -> bool:
+    out = torch.full_like(expected[:rows], torch.nan)
+    try:
+        group.run(choice, given[..., :rows, :], out, overlap=False)
+        return bool(torch.equal(out, expected[:rows]))
+    except (RuntimeError, triton.runtime.errors.OutOfResources):  # more shared memory than this card has, say
+        return False
+
+
+# -- tuning
+
+
+def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
+    """The fastest choice for every row limit, timed over the groups of this shape, one after another."""
+    group, some = same[0], same[: min(len(same), 8)]
+    choices = []
+    for most in ROW_LIMITS:
+        rows = _TIMED_ROWS.get(most, most)
+        given, out = _trial(group, out_dtype, rows)
+        timed = []
+        for choice in _candidates(group, most, out_dtype):
+            try:
+                timed.append((_time_us(some, choice, given, out), str(choice), choice))
+            except (RuntimeError, triton.runtime.errors.OutOfResources):
+                continue
+        choices.append(min(timed)[2])
+    return Picks(tuple(choices), "measured on this card")
+
+
+def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
+    yield Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
+    for layout in _NARROW.get(most, ()):
+        yield from _fitting(group, Choice("narrow", Narrow(*layout)), out_dtype)
+    for layout in _TILES[min(max(most, 16), 128)]:
+        yield from _fitting(group, Choice("tile", Config(*layout)), out_dtype)
+    if most > 8:
+        yield from _fitting(group, Choice("library"), out_dtype)
+
+
+def _fitting(group: CudaGroup, choice: Choice, out_dtype: torch.dtype) -> list[Choice]:
+    return [choice] if group.can_run(choice, out_dtype) else []
+
+
+def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, out: torch.Tensor) -> float:
+    """Median microseconds of one launch, of a captured chain of them over different weights."""
+
+    def chain() -> None:
+        for group in groups:
+            group.run(choice, given, out, overlap=True)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(groups))
+    return statistics.median(times[1:])
+
+
+# -- what is known
+
+
+def _document(choice: Choice) -> list[Any]:
+    layout = choice.layout
+    return [choice.kind, *([] if layout is None else vars(layout).values())]
+
+
+def _choice(item: Sequence[Any]) -> Choice:
+    kind, *layout = item
+    if kind == "library":
+        return Choice("library")
+    return Choice(kind, Narrow(*layout) if kind == "narrow" else Config(*layout))
+
+
+def _slug(element: torch.dtype) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    return f"{name}-{str(element).removeprefix('torch.')}"
+
+
+def _shipped(element: torch.dtype) -> dict[str, list[Any]]:
+    """What comes with kittiwake for this card."""
+    file = files("kittiwake.layers").joinpath("cuda_picks", f"{_slug(element)}.json")
+    return dict(json.loads(file.read_text(encoding="utf-8"))["picks"]) if file.is_file() else {}
+
+
+def _cache_file(element: torch.dtype) -> Path:
+    return cache_dir() / "cuda" / f"picks-{_slug(element)}-torch{torch.__version__}-triton{triton.__version__}.json"
+
+
+def _found(element: torch.dtype) -> dict[str, list[Any]]:
+    """What an earlier load measured; a file that cannot be read is as good as none."""
+    try:
+        return dict(json.loads(_cache_file(element).read_text(encoding="utf-8"))["picks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _keep(element: torch.dtype, news: Mapping[str, list[Any]]) -> None:
+    """Add to what later loads find; a cache that cannot be written costs time, nothing else."""
+    path = _cache_file(element)
+    document = {"card": torch.cuda.get_device_name(), "picks": _found(element) | dict(news)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        pass

@@ -1,0 +1,222 @@
+// Products of few rows with weights that stream from memory: K in order, m16n8k16 by m16n8k16, so the bits are those of
+// any other product that walks K in order on the same matrix units (layers/cuda_probe.py proves it).
+//
+// A block makes BN output columns of ROWS rows; a warp makes WN of the columns. Weights are staged ahead through shared
+// memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it.
+//
+// DT: 1 float16, 2 bfloat16 · BN, WN: columns of a block, of a warp · BK: K of a stage · STAGES · ROWS: 1, 8, 16, 32 or 64 ·
+// OUT32: outputs are float32.
+
+typedef unsigned short u16;
+#if DT == 0
+typedef float elem;
+__device__ __forceinline__ float widen(elem x) { return x; }
+__device__ __forceinline__ elem narrow(float x) { return x; }
+#elif DT == 1
+typedef u16 elem;
+__device__ __forceinline__ float widen(elem x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+#else
+typedef u16 elem;
+__device__ __forceinline__ float widen(elem x) { return __uint_as_float((unsigned)x << 16); }
+__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+#endif
+
+// x has the precision of elem already. What float16 cannot hold becomes its largest number, not infinity.
+__device__ __forceinline__ float activated(float x, int activation) {
+  if (activation == 1) x = tanhf(x);
+  else if (activation == 2) x = 1.f / (1.f + expf(-x));
+  else if (activation == 3) { x = x > 0.f ? x * x : (x <= 0.f ? 0.f : x); if (DT == 1) x = x > 65504.f ? 65504.f : x; }
+  return x;
+}
+
+// The same on a product that stands in memory: columns of y [rows, y_stride], in place; 8 of them a thread.
+extern "C" __global__ void __launch_bounds__(256) activate(elem* y, int columns, int y_stride, int activation) {
+  const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
+  if (column >= columns) return;
+  elem* here = y + (size_t)blockIdx.y * y_stride + column;
+#if DT != 0
+  if (column + 8 <= columns && (unsigned long long)here % 16 == 0) {
+    uint4 words = *(uint4*)here;
+    elem* part = (elem*)&words;
+    #pragma unroll
+    for (int i = 0; i < 8; i++) part[i] = narrow(activated(widen(part[i]), activation));
+    *(uint4*)here = words;
+    return;
+  }
+#endif
+  for (int i = 0; i < 8 && column + i < columns; i++) here[i] = narrow(activated(widen(here[i]), activation));
+}
+
+#if DT != 0
+#if OUT32
+typedef float out_t;
+#else
+typedef elem out_t;
+#endif
+#define STRIDE (BK + 8)  // shared rows of 16 bytes more: no two of a matrix load's rows meet in a bank
+#define THREADS (BN / WN * 32)
+#define MT (ROWS < 16 ? 1 : ROWS / 16)  // row tiles of a matrix instruction
+#define NT (WN / 8)  // column tiles of a warp
+#define KC (MT * NT > 2 ? 32 : 64)  // K whose operands are held in registers, twice: these in use, the next on their way
+
+__device__ __forceinline__ void copy_ahead(unsigned to, const char* from, int bytes, int is_wanted) {  // the rest of 16 bytes is zero
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(is_wanted) : "memory");
+}
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+}
+__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+#if DT == 1
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The operands of KC of K: weights by 32, rows by 16 (up to 8 rows: by 32, the lower half of a tile being nothing).
+struct Operands {
+  unsigned b[KC / 32][NT][4], a[ROWS <= 8 ? KC / 32 : KC / 16][MT][4];
+  __device__ __forceinline__ void load(unsigned w_lane, unsigned x_lane, int k) {
+    #pragma unroll
+    for (int i = 0; i < KC / 32; i++) {
+      #pragma unroll
+      for (int n = 0; n < NT; n++) load_matrices(b[i][n], w_lane + (n * 8 * STRIDE + k + i * 32) * 2);
+      if (ROWS == 8) load_matrices(a[i][0], x_lane + (k + i * 32) * 2);
+      if (ROWS == 1) {  // the first four lanes hold the row
+        #pragma unroll
+        for (int q = 0; q < 4; q++) {
+          a[i][0][q] = 0;
+          if (threadIdx.x % 32 < 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[i][0][q]) : "r"(x_lane + (k + i * 32 + q * 8) * 2));
+        }
+      }
+    }
+    if (ROWS > 8) {
+      #pragma unroll
+      for (int i = 0; i < KC / 16; i++) {
+        #pragma unroll
+        for (int t = 0; t < MT; t++) load_matrices(a[i][t], x_lane + (t * 16 * STRIDE + k + i * 16) * 2);
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply_into(float (&c)[MT][NT][4]) const {
+    #pragma unroll
+    for (int i = 0; i < KC / 16; i++) {
+      #pragma unroll
+      for (int t = 0; t < MT; t++) {
+        #pragma unroll
+        for (int n = 0; n < NT; n++) {
+          const unsigned b0 = b[i / 2][n][i % 2 * 2], b1 = b[i / 2][n][i % 2 * 2 + 1];
+          if (ROWS <= 8) multiply(c[t][n], a[i / 2][t][i % 2 * 2], 0, a[i / 2][t][i % 2 * 2 + 1], 0, b0, b1);
+          else multiply(c[t][n], a[i][t][0], a[i][t][1], a[i][t][2], a[i][t][3], b0, b1);
+        }
+      }
+    }
+  }
+};
+
+// lines: int64 [columns / 32, 6]: input, first column of x, first element of w, depth, first column of y, columns left.
+extern "C" __global__ void __launch_bounds__(THREADS) product(
+    const elem* __restrict__ x, const elem* __restrict__ w, out_t* __restrict__ y, const long long* __restrict__ lines,
+    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
+  extern __shared__ __align__(16) elem shared[];
+  const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * BN * STRIDE * 2;
+#if __CUDA_ARCH__ >= 900
+  if (begin_next == 1) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const int column = blockIdx.x * BN, inner = BN < 32 ? column % 32 : 0;
+  const long long* line = lines + column / 32 * 6;
+  const int depth = (int)line[3], w_stride = (depth + 15) / 16 * 16;
+  const int own_rows = min(rows - (int)blockIdx.y * ROWS, ROWS);
+  const int steps = (depth + BK - 1) / BK;
+  // A thread copies 16 bytes of every SKIP-th row, always at the same place of a stage.
+  constexpr unsigned PER_ROW = BK / 8, SKIP = THREADS / PER_ROW;
+  const unsigned own_row = threadIdx.x / PER_ROW, own_k = threadIdx.x % PER_ROW * 8;
+  const char* w_from = (const char*)(w + line[2] + (size_t)(inner + own_row) * w_stride + own_k);
+  const char* x_from = (const char*)(x + line[0] * x_group + line[1] + (size_t)(blockIdx.y * ROWS + own_row) * x_stride + own_k);
+  const unsigned own_at = (own_row * STRIDE + own_k) * 2;
+  const size_t w_skip = (size_t)SKIP * w_stride * 2, x_skip = (size_t)SKIP * x_stride * 2;
+  auto fetch_w = [&](int step) {
+    const unsigned to = w_at + own_at + step % STAGES * (BN * STRIDE * 2);
+    const char* from = w_from + (size_t)step * (BK * 2);
+    const int bytes = step * BK + (int)own_k < w_stride ? 16 : 0, is_wanted = step < steps;
+    #pragma unroll
+    for (int i = 0; i < BN; i += SKIP, from += w_skip) copy_ahead(to + i * STRIDE * 2, from, bytes, is_wanted);
+  };
+  auto fetch_x = [&](int step) {
+    const unsigned to = x_at + own_at + step % STAGES * (ROWS * STRIDE * 2);
+    const char* from = x_from + (size_t)step * (BK * 2);
+    const int bytes = min(max((depth - step * BK - (int)own_k) * 2, 0), 16), wanted = step < steps ? own_rows - (int)own_row : 0;
+    #pragma unroll
+    for (int i = 0; i < ROWS; i += SKIP, from += x_skip) copy_ahead(to + i * STRIDE * 2, from, bytes, i < wanted);
+  };
+  #pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    fetch_w(s);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  // rows that do not exist are zero in every stage
+  for (int s = 0; s < STAGES; s++)
+    for (int row = own_row; row < ROWS; row += SKIP)
+      if (row >= own_rows) *(uint4*)(shared + (STAGES * BN + s * ROWS + row) * STRIDE + own_k) = make_uint4(0, 0, 0, 0);
+  const int activation = activations[column / 32];
+  const int first = (int)line[4] + inner, columns = (int)line[5] - inner;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  #pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    fetch_x(s);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const unsigned w_lane = w_at + ((warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
+  const unsigned x_lane = x_at + (ROWS == 1 ? lane % 4 * 2 : ROWS == 8 ? lane % 8 * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
+  float c[MT][NT][4];
+  #pragma unroll
+  for (int t = 0; t < MT; t++)
+    #pragma unroll
+    for (int n = 0; n < NT; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.f;
+  for (int step = 0; step < steps; step++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncthreads();
+    const unsigned w_now = w_lane + step % STAGES * BN * STRIDE * 2, x_now = x_lane + step % STAGES * ROWS * STRIDE * 2;
+    Operands now[2];
+    now[0].load(w_now, x_now, 0);
+    fetch_w(step + STAGES - 1);
+    fetch_x(step + STAGES - 1);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    #pragma unroll
+    for (int i = 0; i < BK / KC; i++) {
+      if (i + 1 < BK / KC) now[(i + 1) % 2].load(w_now, x_now, (i + 1) * KC);
+      now[i % 2].multiply_into(c);
+    }
+  }
+#if __CUDA_ARCH__ >= 900
+  if (begin_next == 2) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  #pragma unroll
+  for (int t = 0; t < MT; t++) {
+    #pragma unroll
+    for (int n = 0; n < NT; n++) {
+      #pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int row = t * 16 + lane / 4 + e / 2 * 8, at = warp * WN + n * 8 + lane % 4 * 2 + e % 2;
+        if (row < own_rows && at < columns) {
+          float value = c[t][n][e];
+          if (activation) value = activated(widen(narrow(value)), activation);
+          out_t* to = y + ((size_t)blockIdx.y * ROWS + row) * y_stride + first + at;
+#if OUT32
+          *to = value;
+#else
+          *to = narrow(value);
+#endif
+        }
+      }
+    }
+  }
+}
+#endif

@@ -1,0 +1,145 @@
+"""CUDA C++ kernels: compiled by NVRTC when a model loads, kept on disk, launched on torch's current stream.
+
+``cuda-bindings`` brings NVRTC and the driver's calls; nothing here needs a CUDA toolkit or its headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kittiwake.device import cache_dir
+from kittiwake.errors import DeviceError
+
+_FLAGS = ("--std=c++17", "--fmad=false")
+"""Contraction is off: a fused multiply-add stands where the source says ``fmaf``, so fused kernels round as unfused ones."""
+
+
+def compile_source(source: str, defines: Sequence[str], arch: str) -> bytes:
+    """Machine code (cubin) for ``arch``, such as "sm_90". Raises DeviceError with the compiler's words."""
+    nvrtc = _bindings().nvrtc
+    options = [*_FLAGS, f"--gpu-architecture={arch}", *(f"-D{define}" for define in defines)]
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    encoded = [option.encode() for option in options]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(result) != 0:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise DeviceError(f"NVRTC cannot compile a kernel for {arch}", log.decode(errors="replace").strip("\0 \n"))
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def _compiled(source: str, defines: tuple[str, ...], arch: str) -> bytes:
+    """The same from the cache folder, compiled and put there when it is not in it."""
+    version = _check(_bindings().nvrtc.nvrtcVersion())
+    key = hashlib.sha256("\0".join((source, *defines, arch, *_FLAGS, str(version))).encode()).hexdigest()[:32]
+    path = cache_dir() / "cuda" / f"{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    code = compile_source(source, defines, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        Path(name).replace(path)
+    except OSError:
+        pass  # a cache that cannot be written costs time, nothing else
+    return code
+
+
+class CudaKernel:
+    """One function of a compiled module, for the current CUDA device."""
+
+    def __init__(self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0) -> None:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        code = _compiled(source, tuple(defines), f"sm_{major}{minor}")
+        torch.cuda.current_stream()  # makes the context that the module is loaded into
+        driver = _bindings().driver
+        self._driver = driver
+        self._code = code  # the driver may read it until the module is gone
+        self._module = _check(driver.cuModuleLoadData(code))
+        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._shared_bytes = shared_bytes
+        if shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        self._overlapping = major >= 9
+
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], *, overlap: bool = False
+    ) -> None:
+        """Launch on torch's current stream. Tensors are passed by address, int and float as 32 bits.
+
+        ``overlap`` lets the kernel begin before the one in front of it has ended (it must wait inside for what it reads).
+        """
+        import torch
+
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if overlap and self._overlapping:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        values: list[Any] = []
+        kinds: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                values.append(argument.data_ptr())
+                kinds.append(ctypes.c_void_p)
+            else:
+                values.append(argument)
+                kinds.append(ctypes.c_int if isinstance(argument, int) else ctypes.c_float)
+        _check(driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(kinds)), 0))
+
+
+def is_available() -> bool:
+    """Whether ``cuda-bindings`` can be imported and finds an NVRTC."""
+    try:
+        _check(_bindings().nvrtc.nvrtcVersion())
+    except (DeviceError, RuntimeError):
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError as err:
+        raise DeviceError(
+            f"the CUDA path needs cuda-bindings, which cannot be imported: {err}", "pip install 'kittiwake[cuda]'"
+        ) from None
+
+    class Bindings:
+        pass
+
+    found = Bindings()
+    found.driver, found.nvrtc = driver, nvrtc  # type: ignore[attr-defined]
+    return found
+
+
+def _check(results: tuple[Any, ...]) -> Any:
+    """The value of a call of the bindings, which gives (error, values…). Raises DeviceError for an error."""
+    if int(results[0]) != 0:
+        raise DeviceError(
+            f"a CUDA call failed: {results[0].name}", "see `kittiwake doctor` for the card and its driver"
+        )
+    values = results[1:]
+    return values[0] if len(values) == 1 else values

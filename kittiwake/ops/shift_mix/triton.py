@@ -1,0 +1,268 @@
+"""Embedding, norms and token shift on CUDA. The readable twins are in reference.py.
+
+Contraction is off in all of them (``enable_fp_fusion=False``): a row's norm is computed where the row stands and again as
+the row before the next one, and both must round alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BEGIN_NEXT = True
+"""Whether the next kernel may begin at once, rather than when these have ended."""
+
+
+def _options(width: int, overlap: bool) -> dict[str, Any]:
+    """Launch options. The block that holds a row and its warps shape the trees of its sums: they depend on the width alone."""
+    block = triton.next_power_of_2(width)
+    options: dict[str, Any] = {"BLOCK": block, "num_warps": min(max(block // 512, 1), 8), "enable_fp_fusion": False}
+    options |= {"OVERLAP": overlap, "EARLY": BEGIN_NEXT}
+    return options | ({"launch_pdl": True} if overlap else {})
+
+
+@triton.jit
+def _norm(x, weight, bias, columns, C, eps):
+    """Layer norm of one row, zeros beyond C."""
+    mean = tl.sum(x, 0) / C
+    gap = tl.where(columns < C, x - mean, 0.0)
+    variance = tl.sum(gap * gap, 0) / C
+    return gap * (1.0 / tl.sqrt_rn(variance + eps)) * weight + bias
+
+
+@triton.jit
+def embed_kernel(
+    ids,
+    owners,
+    slots,
+    drawn,
+    table,
+    weight,
+    bias,
+    x,
+    C,
+    eps,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    n = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < C
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    b = tl.load(bias + columns, mask=inside, other=0.0)
+    if OVERLAP:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+    row = tl.load(ids + n).to(tl.int64)
+    if row < 0:
+        row = tl.maximum(tl.load(drawn + tl.load(slots + tl.load(owners + n))), 0)
+    value = tl.load(table + row * C + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + n.to(tl.int64) * C + columns, _norm(value, w, b, columns, C, eps), mask=inside)
+
+
+@triton.jit
+def shift_kernel(
+    x,  # float32 [N, C], the residual stream
+    y,  # [N, C], what the last block adds to it
+    x_out,  # float32 [N, C], the sum; another tensor than x
+    norm,  # float32 [2, C]
+    mixes,  # float32 [MIXES, C]
+    shift,  # float32 [S, C], what the rows before were after the norm
+    owners,  # int32 [N], the sequence of each row, -1 for a spare one
+    starts,  # int32 [B + 1]
+    slots,  # int32 [B]
+    mixed,  # [MIXES, N, C]
+    last,  # float32 [B, C]: the normed last row of each sequence, for the state
+    C,
+    mixed_stride,  # elements from one mix to the next
+    eps,
+    HAS_Y: tl.constexpr,
+    MIXES: tl.constexpr,
+    SPLIT: tl.constexpr,  # a program for each mix, else one for all of a row
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    n = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < C
+    w = tl.load(norm + columns, mask=inside, other=0.0)
+    b = tl.load(norm + C + columns, mask=inside, other=0.0)
+    owner = tl.load(owners + n)
+    is_first = owner < 0
+    is_last = owner < 0
+    slot = 0
+    if owner >= 0:
+        is_first = n == tl.load(starts + owner)
+        is_last = n == tl.load(starts + owner + 1) - 1
+        slot = tl.load(slots + owner)
+    before = tl.load(shift + slot.to(tl.int64) * C + columns, mask=inside & is_first, other=0.0)
+    if SPLIT:
+        mix = tl.load(mixes + tl.program_id(1) * C + columns, mask=inside, other=0.0)
+    if OVERLAP:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()  # all above was written before the kernel in front began
+    at = n.to(tl.int64) * C + columns
+    here = tl.load(x + at, mask=inside, other=0.0)
+    if HAS_Y:
+        here += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    if not is_first:
+        above = tl.load(x + at - C, mask=inside, other=0.0)
+        if HAS_Y:
+            above += tl.load(y + at - C, mask=inside, other=0.0).to(tl.float32)
+        before = _norm(above, w, b, columns, C, eps)
+    normed = _norm(here, w, b, columns, C, eps)
+    gap = before - normed
+    if SPLIT:
+        m = tl.program_id(1)
+        tl.store(
+            mixed + m.to(tl.int64) * mixed_stride + at, (normed + gap * mix).to(mixed.dtype.element_ty), mask=inside
+        )
+        leads = m == 0
+    else:
+        for m in tl.static_range(MIXES):
+            mix = tl.load(mixes + m * C + columns, mask=inside, other=0.0)
+            spot = mixed + m * mixed_stride.to(tl.int64) + at
+            tl.store(spot, (normed + gap * mix).to(mixed.dtype.element_ty), mask=inside)
+        leads = owner >= -1
+    tl.store(x_out + at, here, mask=inside & leads)
+    tl.store(last + owner.to(tl.int64) * C + columns, normed, mask=inside & leads & is_last & (owner >= 0))
+
+
+@triton.jit
+def norm_kernel(x, y, rows, norm, out, C, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr):
+    """The wanted rows after the last addition and norm."""
+    i = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < C
+    w = tl.load(norm + columns, mask=inside, other=0.0)
+    b = tl.load(norm + C + columns, mask=inside, other=0.0)
+    if OVERLAP:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+    at = tl.load(rows + i).to(tl.int64) * C + columns
+    value = tl.load(x + at, mask=inside, other=0.0) + tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    normed = _norm(value, w, b, columns, C, eps)
+    tl.store(out + i.to(tl.int64) * C + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["L", "B", "S"])
+def commit_kernel(
+    last, first, second, slots, L, B, S, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr
+):
+    """last [2, L, B, C] → the shift states first and second, each [L, S, C], at the sequences' slots."""
+    b = tl.program_id(0)
+    layer = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < C
+    if OVERLAP:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+    to = (layer.to(tl.int64) * S + tl.load(slots + b)) * C + columns
+    at = (layer.to(tl.int64) * B + b) * C + columns
+    tl.store(first + to, tl.load(last + at, mask=inside), mask=inside)
+    tl.store(second + to, tl.load(last + L.to(tl.int64) * B * C + at, mask=inside), mask=inside)
+
+
+def embed_rows(
+    ids: torch.Tensor,
+    owners: torch.Tensor,
+    slots: torch.Tensor,
+    drawn: torch.Tensor,
+    table: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    x: torch.Tensor,
+    *,
+    overlap: bool,
+) -> None:
+    """ids int32 [N], table [V, C], norm float32 [2, C] → x float32 [N, C], normed.
+
+    An id below 0 stands for the token drawn last for its sequence's slot, ``drawn`` int64 [S].
+    """
+    rows, width = x.shape
+    embed_kernel[(rows,)](ids, owners, slots, drawn, table, norm[0], norm[1], x, width, eps, **_options(width, overlap))
+
+
+def shift_mix(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    x_out: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    mixes: torch.Tensor,
+    shift: torch.Tensor,
+    owners: torch.Tensor,
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    mixed: torch.Tensor,
+    last: torch.Tensor,
+    *,
+    overlap: bool,
+) -> None:
+    """Add, norm, and mix each row with the one before it; shapes as in :func:`shift_kernel`."""
+    rows, width = x.shape
+    count = mixes.shape[0]
+    is_split = rows <= 32
+    shift_kernel[(rows, count if is_split else 1)](
+        x,
+        x if y is None else y,
+        x_out,
+        norm,
+        mixes,
+        shift,
+        owners,
+        starts,
+        slots,
+        mixed,
+        last,
+        width,
+        mixed.stride(0),
+        eps,
+        HAS_Y=y is not None,
+        MIXES=count,
+        SPLIT=is_split,
+        **_options(width, overlap),
+    )
+
+
+def norm_rows(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    rows: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    overlap: bool,
+) -> None:
+    """Rows (int32 [W]) of x + y, normed → out [W, C]."""
+    width = x.shape[1]
+    norm_kernel[(rows.shape[0],)](x, y, rows, norm, out, width, eps, **_options(width, overlap))
+
+
+def commit_shifts(
+    last: torch.Tensor, first: torch.Tensor, second: torch.Tensor, slots: torch.Tensor, *, overlap: bool
+) -> None:
+    """Write the last rows of a forward into the shift states; see :func:`commit_kernel`."""
+    _, layers, sequences, width = last.shape
+    commit_kernel[(sequences, layers)](
+        last,
+        first,
+        second,
+        slots,
+        layers,
+        sequences,
+        first.shape[1],
+        width,
+        **_options(width, overlap),
+    )

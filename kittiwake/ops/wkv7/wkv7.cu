@@ -1,0 +1,493 @@
+// WKV-7 on CUDA: the time mix between its products, for prompts in three launches and for decoding in one.
+//
+// Equations: RWKV-LM, RWKV-v7/rwkv_v7_numpy.py (time_mixing); arXiv 2503.14456. The readable twin is reference.py.
+//
+// One arithmetic serves all: a row of the state (one value channel) is held by 8 lanes of a warp, lane l has key channels
+// 4 * (8 g + l) + e. Its two sums over key channels run over g in order for each e, then (0 + 1) + (2 + 3), then over the
+// lanes 4, 2, 1 apart. Which rows share a thread or a block changes nothing. Sums over a head's channels are taken 32
+// channels at a time by a warp, 16, 8, 4, 2, 1 apart, and those sums added in order.
+//
+// D: channels of a head · DP: D rounded up to 32 · DT: 0 float32, 1 float16, 2 bfloat16 (activations) · R: state rows a
+// thread of the scan holds · ROWS: rows of a block of the scan · STEPS, STAGES: tokens staged together, and how often.
+
+typedef unsigned short u16;
+#if DT == 0
+typedef float elem;
+__device__ __forceinline__ float widen(elem x) { return x; }
+__device__ __forceinline__ elem narrow(float x) { return x; }
+#elif DT == 1
+typedef u16 elem;
+__device__ __forceinline__ float widen(elem x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ elem narrow(float x) {  // what float16 cannot hold becomes its largest number, not infinity
+  x = fminf(fmaxf(x, -65504.f), 65504.f);
+  u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
+}
+#else
+typedef u16 elem;
+__device__ __forceinline__ float widen(elem x) { return __uint_as_float((unsigned)x << 16); }
+__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+#endif
+
+#if DT == 1  // as a product is rounded: infinity where float16 cannot hold it
+__device__ __forceinline__ elem round_only(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+#elif DT == 2
+__device__ __forceinline__ elem round_only(float x) { return narrow(x); }
+#endif
+
+#define LANES 8
+#define COLS (DP / LANES)
+#define G (COLS / 4)
+#define CHUNKS (DP / 32)
+enum { P_W, P_K, P_A, P_B, P_R, P_V, P_COUNT };  // the vectors of one token and head, [P_COUNT, DP] float32
+enum { V_W0, V_A0, V_V0, V_KK, V_KA, V_RK, V_NORM_WEIGHT, V_NORM_BIAS };  // rows of a layer's vectors [8, C]
+
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+__device__ __forceinline__ float warp_sum(float x) {
+  #pragma unroll
+  for (int apart = 16; apart; apart >>= 1) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
+}
+
+__device__ __forceinline__ float lanes_sum(float x) {
+  #pragma unroll
+  for (int apart = LANES / 2; apart; apart >>= 1) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
+}
+
+// What the products of a row give, and what a layer knows. Columns of `projected`: r, k, v. Of `low`: decay, in-context
+// learning rate, gate, value residual.
+struct Inputs {
+  const elem* projected; const elem* low; elem* v_first; const float* vectors;
+  int projected_stride, low_stride, width, first_layer;
+};
+
+// What a layer knows of a head's channels, and the gates of a row: lane l of a warp has channels l + 32 i.
+struct Known {
+  float w0[CHUNKS], a0[CHUNKS], v0[CHUNKS], kk[CHUNKS], ka[CHUNKS], rk[CHUNKS], weight[CHUNKS], bias[CHUNKS];
+  __device__ __forceinline__ void load(const float* vectors, int C, int h) {
+    #pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      const int d = threadIdx.x % 32 + 32 * i;
+      const float* v = vectors + h * D + d;
+      const bool inside = d < D;
+      w0[i] = inside ? v[V_W0 * C] : 0.f; a0[i] = inside ? v[V_A0 * C] : 0.f; v0[i] = inside ? v[V_V0 * C] : 0.f;
+      kk[i] = inside ? v[V_KK * C] : 0.f; ka[i] = inside ? v[V_KA * C] : 0.f; rk[i] = inside ? v[V_RK * C] : 0.f;
+      weight[i] = inside ? v[V_NORM_WEIGHT * C] : 0.f; bias[i] = inside ? v[V_NORM_BIAS * C] : 0.f;
+    }
+  }
+};
+// The low-rank products of a row and head, channel d: from memory, or from shared memory where this block made them.
+enum { L_DECAY, L_RATE, L_GATE, L_RESIDUAL, L_COUNT };
+struct LowInMemory {
+  const elem* at; int width;
+  __device__ __forceinline__ LowInMemory(const Inputs& in, int n, int h) : at(in.low + (size_t)n * in.low_stride + h * D), width(in.width) {}
+  __device__ __forceinline__ float operator()(int which, int d) const { return widen(at[which * width + d]); }
+};
+struct LowInBlock {
+  const float* at;  // [L_COUNT, DP]
+  __device__ __forceinline__ float operator()(int which, int d) const { return at[which * DP + d]; }
+};
+template <class Low>
+__device__ __forceinline__ void load_gates(const Low& low, float (&gate)[CHUNKS]) {
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int d = threadIdx.x % 32 + 32 * i;
+    gate[i] = d < D ? low(L_GATE, d) : 0.f;
+  }
+}
+
+// A warp makes the six vectors of row n and head h in `out` [P_COUNT, DP].
+template <class Low>
+__device__ __forceinline__ void prepare_head(const Inputs& in, const Low& low, const Known& known, int n, int h, float* out) {
+  const int lane = threadIdx.x % 32;
+  const int C = in.width;
+  const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
+  elem* first = in.v_first + (size_t)n * C + h * D;
+  float r[CHUNKS], w[CHUNKS], k[CHUNKS], v[CHUNKS], rate[CHUNKS], residual[CHUNKS], earlier[CHUNKS], kk[CHUNKS], norm = 0.f;
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {  // all loads before the first use
+    const int d = lane + 32 * i;
+    const bool inside = d < D;
+    r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[C + d]) : 0.f;
+    v[i] = inside ? widen(projected[2 * C + d]) : 0.f;
+    w[i] = inside ? low(L_DECAY, d) : 0.f; rate[i] = inside ? low(L_RATE, d) : 0.f;
+    residual[i] = inside && !in.first_layer ? low(L_RESIDUAL, d) : 0.f;
+    earlier[i] = inside && !in.first_layer ? widen(first[d]) : 0.f;
+  }
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int d = lane + 32 * i;
+    w[i] = expf(-0.6065306597126334f * sigmoid(known.w0[i] + w[i]));
+    rate[i] = sigmoid(known.a0[i] + rate[i]);
+    if (!in.first_layer) v[i] = fmaf(earlier[i] - v[i], sigmoid(known.v0[i] + residual[i]), v[i]);
+    else if (d < D) first[d] = narrow(v[i]);
+    kk[i] = k[i] * known.kk[i];
+    k[i] = k[i] * fmaf(rate[i] - 1.f, known.ka[i], 1.f);
+    out[P_W * DP + d] = d < D ? w[i] : 0.f;
+    out[P_K * DP + d] = k[i]; out[P_R * DP + d] = r[i]; out[P_V * DP + d] = v[i];
+    norm += warp_sum(kk[i] * kk[i]);
+  }
+  norm = fmaxf(sqrtf(norm), 1e-12f);
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int d = lane + 32 * i;
+    const float unit = kk[i] / norm;
+    out[P_A * DP + d] = -unit; out[P_B * DP + d] = unit * rate[i];
+  }
+}
+
+// A warp turns y [DP] of a row and head into what the output product eats: group norm, bonus, gate; `to` is the head's.
+__device__ __forceinline__ void finish_head(
+    const Known& known, const float (&gate)[CHUNKS], const float* made, const float* y, elem* to, float eps) {
+  const int lane = threadIdx.x % 32;
+  float x[CHUNKS], mean = 0.f, variance = 0.f, bonus = 0.f;
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int d = lane + 32 * i;
+    x[i] = d < D ? y[d] : 0.f;
+    mean += warp_sum(x[i]);
+    bonus += warp_sum(made[P_R * DP + d] * made[P_K * DP + d] * known.rk[i]);
+  }
+  mean = mean / D;
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    x[i] = lane + 32 * i < D ? x[i] - mean : 0.f;
+    variance += warp_sum(x[i] * x[i]);
+  }
+  const float scale = 1.f / sqrtf(variance / D + eps);
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int d = lane + 32 * i;
+    const float normed = fmaf(x[i] * scale, known.weight[i], known.bias[i]);
+    if (d < D) to[d] = narrow(fmaf(bonus, made[P_V * DP + d], normed) * gate[i]);
+  }
+}
+
+// The vectors of one token, as a thread needs them: its key channels, and the value channels of its N state rows.
+template <int N>
+struct Vectors {
+  float4 w[G], k[G], a[G], b[G], r[G];
+  float v[N];
+  __device__ __forceinline__ void load(const float* made, int row) {  // made [P_COUNT, DP]
+    const float4* m = (const float4*)made + threadIdx.x % LANES;
+    #pragma unroll
+    for (int g = 0; g < G; g++) a[g] = m[P_A * (DP / 4) + g * LANES];
+    #pragma unroll
+    for (int g = 0; g < G; g++) {
+      w[g] = m[P_W * (DP / 4) + g * LANES]; k[g] = m[P_K * (DP / 4) + g * LANES];
+      b[g] = m[P_B * (DP / 4) + g * LANES]; r[g] = m[P_R * (DP / 4) + g * LANES];
+    }
+    #pragma unroll
+    for (int j = 0; j < N; j++) v[j] = made[P_V * DP + row + j];
+  }
+};
+
+// One token on N rows of the state that a thread holds, s[row][key channel]; y: this lane's share of each row's output.
+template <int N>
+__device__ __forceinline__ void advance(float (&s)[N][COLS], const Vectors<N>& m, float (&y)[N]) {
+  float removed[N];
+  #pragma unroll
+  for (int j = 0; j < N; j++) {
+    float p0 = 0.f, p1 = 0.f, p2 = 0.f, p3 = 0.f;
+    #pragma unroll
+    for (int g = 0; g < G; g++) {
+      const float* t = &s[j][4 * g];
+      p0 = fmaf(t[0], m.a[g].x, p0); p1 = fmaf(t[1], m.a[g].y, p1);
+      p2 = fmaf(t[2], m.a[g].z, p2); p3 = fmaf(t[3], m.a[g].w, p3);
+    }
+    removed[j] = lanes_sum((p0 + p1) + (p2 + p3));
+  }
+  #pragma unroll
+  for (int j = 0; j < N; j++) {
+    float p0 = 0.f, p1 = 0.f, p2 = 0.f, p3 = 0.f;
+    #pragma unroll
+    for (int g = 0; g < G; g++) {
+      float* t = &s[j][4 * g];
+      const float4 w = m.w[g], k = m.k[g], b = m.b[g], r = m.r[g];
+      t[0] = fmaf(t[0], w.x, fmaf(removed[j], b.x, m.v[j] * k.x)); t[1] = fmaf(t[1], w.y, fmaf(removed[j], b.y, m.v[j] * k.y));
+      t[2] = fmaf(t[2], w.z, fmaf(removed[j], b.z, m.v[j] * k.z)); t[3] = fmaf(t[3], w.w, fmaf(removed[j], b.w, m.v[j] * k.w));
+      p0 = fmaf(t[0], r.x, p0); p1 = fmaf(t[1], r.y, p1); p2 = fmaf(t[2], r.z, p2); p3 = fmaf(t[3], r.w, p3);
+    }
+    y[j] = (p0 + p1) + (p2 + p3);
+  }
+}
+
+// The sum over the lanes of each of N rows, with fewer exchanges: lane l gets that of row l / (LANES / N).
+template <int N>
+__device__ __forceinline__ float scattered_sum(const float (&y)[N]) {
+  const int lane = threadIdx.x % LANES;
+  float x[N];
+  #pragma unroll
+  for (int j = 0; j < N; j++) x[j] = y[j];
+  #pragma unroll
+  for (int apart = LANES / 2, left = N; apart; apart >>= 1) {
+    if (left > 1) {
+      left >>= 1;
+      const bool upper = lane & apart;
+      #pragma unroll
+      for (int j = 0; j < left; j++) {
+        const float kept = upper ? x[j + left] : x[j], sent = upper ? x[j] : x[j + left];
+        x[j] = kept + __shfl_xor_sync(~0u, sent, apart);
+      }
+    } else {
+      x[0] += __shfl_xor_sync(~0u, x[0], apart);
+    }
+  }
+  return x[0];
+}
+
+// Rows row .. row + N - 1 of a head's state [D key channels, D value channels], into or out of registers.
+template <int N, bool STORE>
+__device__ __forceinline__ void move_state(float (&s)[N][COLS], float* state, int row) {
+  const int lane = threadIdx.x % LANES;
+  #pragma unroll
+  for (int c = 0; c < COLS; c++) {
+    const int key = 4 * ((c / 4) * LANES + lane) + c % 4;
+    float* from = state + (size_t)key * D + row;
+    if (N == 4 && D % 4 == 0) {
+      if (STORE) { if (key < D && row < D) *(float4*)from = make_float4(s[0][c], s[1 % N][c], s[2 % N][c], s[3 % N][c]); }
+      else {
+        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (key < D && row < D) x = *(const float4*)from;
+        s[0][c] = x.x; s[1 % N][c] = x.y; s[2 % N][c] = x.z; s[3 % N][c] = x.w;
+      }
+    } else {
+      #pragma unroll
+      for (int j = 0; j < N; j++) {
+        const bool inside = key < D && row + j < D;
+        if (STORE) { if (inside) from[j] = s[j][c]; }
+        else s[j][c] = inside ? from[j] : 0.f;
+      }
+    }
+  }
+}
+
+// The token of block (head h, sequence n), once its state is in registers and its low-rank products are known.
+template <class Low>
+__device__ __forceinline__ void decode_head(
+    const Inputs& in, const Low& low, const Known& known, float (&s)[4][COLS], float* state, int n, int h, elem* out, float eps,
+    int begin_next, float* made, float* y_all) {
+  const int row = threadIdx.x / LANES * 4;
+  float gate[CHUNKS];
+  if (threadIdx.x < 32) {
+    load_gates(low, gate);
+    prepare_head(in, low, known, n, h, made);
+  }
+  __syncthreads();
+  float y[4];
+  Vectors<4> m;
+  m.load(made, row);
+  advance<4>(s, m, y);
+  const float sum = scattered_sum<4>(y);
+  if (threadIdx.x % (LANES / 4) == 0) y_all[row + threadIdx.x % LANES / (LANES / 4)] = sum;
+  move_state<4, true>(s, state, row);
+  __syncthreads();
+  if (begin_next == 2) let_next_begin();
+  if (threadIdx.x < 32) finish_head(known, gate, made, y_all, out + (size_t)n * in.width + h * D, eps);
+}
+
+// Decoding: block (head, sequence), one row a sequence; 2 * DP threads of 4 state rows each.
+extern "C" __global__ void __launch_bounds__(2 * DP) decode(
+    const elem* projected, const elem* low, elem* v_first, const float* vectors, float* state, const int* slots, elem* out,
+    int projected_stride, int low_stride, int width, int first_layer, float eps, int begin_next) {
+  __shared__ __align__(16) float made[P_COUNT * DP];
+  __shared__ float y_all[DP];
+  const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x;
+  const Inputs in = {projected, low, v_first, vectors, projected_stride, low_stride, width, first_layer};
+  float* mine = state + ((size_t)slots[n] * heads + h) * D * D;
+  float s[4][COLS];
+  Known known;
+  if (begin_next == 1) let_next_begin();
+  move_state<4, false>(s, mine, threadIdx.x / LANES * 4);  // nothing since the step before writes states
+  if (threadIdx.x < 32) known.load(vectors, width, h);
+  wait_for_inputs();
+  decode_head(in, LowInMemory(in, n, h), known, s, mine, n, h, out, eps, begin_next, made, y_all);
+}
+
+#if DT != 0 && D % 32 == 0
+// The same with the low-rank products inside, for few sequences: a head's columns of their weights come through shared
+// memory, and each sum walks K as ops/matmul/narrow.cu does. lines: that group's table, [columns / 32, 6] int64, in the
+// order of L_DECAY to L_RESIDUAL.
+extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
+    const elem* projected, const elem* up, elem* v_first, const float* vectors, float* state, const int* slots, elem* out,
+    const long long* lines, int projected_stride, int width, int first_layer, float eps, int begin_next) {
+  extern __shared__ __align__(16) elem weights[];  // a row for each output, of its depth rounded up to 16, and 8 more
+  __shared__ __align__(16) float made[P_COUNT * DP];
+  __shared__ float y_all[DP], low[L_COUNT * DP];
+  const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = first_layer ? L_COUNT - 1 : L_COUNT;
+  const Inputs in = {projected, 0, v_first, vectors, projected_stride, 0, width, first_layer};
+  float* mine = state + ((size_t)slots[n] * heads + h) * D * D;
+  float s[4][COLS];
+  Known known;
+  if (begin_next == 1) let_next_begin();
+  int columns[L_COUNT], depths[L_COUNT], begins[L_COUNT], room = 0;
+  #pragma unroll
+  for (int q = 0; q < L_COUNT; q++) {
+    const long long* line = lines + (min(q, count - 1) * (width / 32) + h * (D / 32)) * 6;
+    columns[q] = (int)line[1]; depths[q] = (int)line[3]; begins[q] = room;
+    if (q < count) {
+      const int stride = (depths[q] + 15) / 16 * 16, pieces = stride / 8;
+      const elem* from = up + line[2];
+      for (int p = threadIdx.x; p < D * pieces; p += 2 * DP) {
+        const int row = p / pieces, k = p % pieces * 8;
+        const unsigned to = (unsigned)__cvta_generic_to_shared(weights + room + row * (stride + 8) + k);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + (size_t)row * stride + k) : "memory");
+      }
+      room += D * (stride + 8);
+    }
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  move_state<4, false>(s, mine, threadIdx.x / LANES * 4);  // nothing since the step before writes states
+  if (threadIdx.x < 32) known.load(vectors, width, h);
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+  wait_for_inputs();
+  for (int q = warp; q < count; q += 2 * DP / 32) {
+    const int depth = depths[q], stride = (depth + 15) / 16 * 16 + 8;
+    const elem* x = projected + (size_t)n * projected_stride + columns[q];
+    float c[D / 8][4];
+    #pragma unroll
+    for (int t = 0; t < D / 8; t++) c[t][0] = c[t][1] = c[t][2] = c[t][3] = 0.f;
+    for (int k = 0; k < depth; k += 16) {
+      unsigned a0 = 0, a2 = 0;
+      const int at = k + lane % 4 * 2;
+      if (lane < 4) {
+        if (at + 2 <= depth) a0 = *(const unsigned*)(x + at);
+        if (at + 10 <= depth) a2 = *(const unsigned*)(x + at + 8);
+      }
+      #pragma unroll
+      for (int t = 0; t < D / 8; t++) {
+        const elem* w = weights + begins[q] + (t * 8 + lane / 4) * stride + at;
+        const unsigned b0 = *(const unsigned*)w, b1 = *(const unsigned*)(w + 8);
+#if DT == 1
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+            : "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+      }
+    }
+    if (lane < 4) {
+      #pragma unroll
+      for (int t = 0; t < D / 8; t++) {
+        low[q * DP + t * 8 + lane * 2] = widen(round_only(c[t][0]));
+        low[q * DP + t * 8 + lane * 2 + 1] = widen(round_only(c[t][1]));
+      }
+    }
+  }
+  __syncthreads();
+  decode_head(in, LowInBlock{low}, known, s, mine, n, h, out, eps, begin_next, made, y_all);
+}
+#endif
+
+// Prompts, 1 of 3: a warp for each row and head; made [heads, rows, P_COUNT, DP].
+extern "C" __global__ void __launch_bounds__(256) prepare(
+    const elem* projected, const elem* low, elem* v_first, const float* vectors, float* made,
+    int projected_stride, int low_stride, int width, int first_layer, int rows, int heads) {
+  wait_for_inputs();
+  const int index = blockIdx.x * 8 + threadIdx.x / 32;
+  if (index >= rows * heads) return;
+  const int n = index / heads, h = index % heads;
+  const Inputs in = {projected, low, v_first, vectors, projected_stride, low_stride, width, first_layer};
+  Known known;
+  known.load(vectors, width, h);
+  prepare_head(in, LowInMemory(in, n, h), known, n, h, made + ((size_t)h * rows + n) * P_COUNT * DP);
+}
+
+// Prompts, 2 of 3: block (row block, head, sequence) walks its sequence token by token; y [rows, heads, D] float32.
+extern "C" __global__ void __launch_bounds__(LANES * ROWS / R, 1) scan(
+    const float* __restrict__ made, float* __restrict__ y, float* __restrict__ state, const int* __restrict__ starts,
+    const int* __restrict__ slots, int rows) {
+  extern __shared__ __align__(16) float ring[];
+  constexpr int THREADS = LANES * ROWS / R, TOKEN = P_COUNT * DP, STAGE = STEPS * TOKEN;
+  const int h = blockIdx.y, b = blockIdx.z, heads = gridDim.y;
+  const int row = blockIdx.x * ROWS + threadIdx.x / LANES * R;
+  wait_for_inputs();
+  const int first = starts[b], count = starts[b + 1] - first;
+  if (count <= 0) return;
+  float* mine = state + ((size_t)slots[b] * heads + h) * D * D;
+  const float* source = made + ((size_t)h * rows + first) * TOKEN + threadIdx.x * 4;
+  const unsigned ring_at = (unsigned)__cvta_generic_to_shared(ring + threadIdx.x * 4);
+  const int all = count * TOKEN - threadIdx.x * 4;
+  auto fetch = [&](int stage) {
+    const float* from = source + (size_t)stage * STAGE;
+    const unsigned to = ring_at + stage % STAGES * STAGE * 4;
+    const int left = all - stage * STAGE;
+    #pragma unroll
+    for (int p = 0; p < STAGE; p += THREADS * 4) {
+      if (STAGE % (THREADS * 4) == 0 || p + threadIdx.x * 4 < STAGE)
+        asm volatile(
+            "{ .reg .pred p; setp.gt.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }"
+            ::"r"(to + p * 4), "l"(from + p), "r"(left - p) : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  float s[R][COLS];
+  for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage);
+  move_state<R, false>(s, mine, row);
+  // lane l writes row l / (LANES / R), where it is the first of those that hold its sum
+  const int lane = threadIdx.x % LANES, own = row + lane / (LANES / R);
+  const int writes = lane % (LANES / R) == 0 && own < D;
+  float* to = y + ((size_t)first * heads + h) * D + own;
+  const int stride = heads * D;
+  auto write = [&](const float (&out)[R]) {
+    const float sum = scattered_sum<R>(out);
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(sum), "r"(writes) : "memory");
+    to += stride;
+  };
+  float out[R];
+  for (int stage = 0; stage * STEPS < count; stage++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncthreads();
+    fetch(stage + STAGES - 1);
+    const float* now = ring + stage % STAGES * STAGE;
+    const int left = count - stage * STEPS;
+    Vectors<R> m[2];
+    m[0].load(now, row);
+    if (left >= STEPS) {
+      #pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        if (i + 1 < STEPS) m[(i + 1) % 2].load(now + (i + 1) * TOKEN, row);
+        advance<R>(s, m[i % 2], out);
+        write(out);
+      }
+    } else {
+      for (int i = 0; i < left; i++) {
+        m[0].load(now + i * TOKEN, row);
+        advance<R>(s, m[0], out);
+        write(out);
+      }
+    }
+  }
+  move_state<R, true>(s, mine, row);
+}
+
+// Prompts, 3 of 3: a warp for each row and head.
+extern "C" __global__ void __launch_bounds__(256) finish(
+    const elem* low, const float* vectors, const float* made, const float* y, elem* out,
+    int low_stride, int width, int rows, int heads, float eps) {
+  wait_for_inputs();
+  const int index = blockIdx.x * 8 + threadIdx.x / 32;
+  if (index >= rows * heads) return;
+  const Inputs in = {0, low, 0, vectors, 0, low_stride, width, 0};
+  const int n = index / heads, h = index % heads;
+  Known known;
+  float gate[CHUNKS];
+  known.load(vectors, width, h);
+  load_gates(LowInMemory(in, n, h), gate);
+  const float* mine = made + ((size_t)h * rows + n) * P_COUNT * DP;
+  finish_head(known, gate, mine, y + (size_t)index * D, out + (size_t)n * width + h * D, eps);
+}

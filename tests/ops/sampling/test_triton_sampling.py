@@ -1,0 +1,82 @@
+"""The CUDA sampler without a device: its kernels compile for four kinds of card, and draw right in the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+INTERPRETED = Path(__file__).with_name("interpreted_sampling.py")
+ROOT = Path(__file__).parents[3]
+TYPES = {
+    "*fp32": ("logits", "adjusted", "part_tops", "part_moments", "levels"),
+    "*i32": ("slots", "part_ids", "lists", "list_sizes", "floors"),
+    "*i64": ("records", "part_counts", "part_masses", "part_sums", "totals", "part_kept", "tokens"),
+    "*u8": ("never",),
+    "i32": ("stride", "vocab"),
+}
+TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names}
+KERNELS = (
+    ("adjust", False),
+    ("measure_levels", False),
+    ("collect", False),
+    ("collect", True),
+    ("settle", False),
+    ("settle", True),
+    ("weigh", False),
+    ("pick", False),
+)
+
+
+@pytest.mark.slow
+def test_the_kernels_draw_right_in_the_interpreter() -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    done = subprocess.run(
+        # The interpreter computes in numpy, which warns where a GPU gives infinity.
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(INTERPRETED),
+            "-q",
+            "-W",
+            "ignore::RuntimeWarning",
+            "-p",
+            "no:cacheprovider",
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_kernels_compile_without_a_gpu(capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kittiwake.ops.sampling import triton_kernels
+
+    for name, by_mass in KERNELS:
+        kernel = getattr(triton_kernels, name)
+        settings = {"BLOCK": 4096, "PARTS": 16, "CHUNK": 8192, "BY_MASS": by_mass}
+        signature = {argument: TYPE_OF.get(argument, "constexpr") for argument in kernel.arg_names}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, kind in enumerate(signature.values())
+            if kind.startswith("*") or kind == "i32"
+        }
+        fixed = {argument: settings[argument] for argument, kind in signature.items() if kind == "constexpr"}
+        source = ASTSource(kernel, signature, fixed, aligned)
+        options = {"num_warps": 16 if name == "settle" else 8, "enable_fp_fusion": False}
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert len(built.asm["cubin"]) > 0, name

@@ -204,3 +204,22 @@ def why_no_cuda() -> str:
         except ImportError as err:
             return f"{module} cannot be imported ({err}): pip install 'kittiwake[cuda]'"
     return ""
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process may still take: what the machine has free, within the limit of its control group.
+
+    0 where the system does not tell (Linux does).
+    """
+    free = 0
+    try:
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) << 10
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError, IndexError):
+        pass
+    return free

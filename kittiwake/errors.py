@@ -35,6 +35,22 @@ class RequestError(UsageError):
     """A request the engine cannot serve: empty prompt, token id out of range, contradictory sampling values."""
 
 
+class QueueFullError(KittiwakeError):
+    """Too many requests wait already, of everyone or of this client; ``retry_after_s`` is when one may get in."""
+
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message, f"try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(KittiwakeError):
+    """A request that had not ended when its time was up."""
+
+    http_status = 504
+
+
 class OutputError(UsageError):
     """An output path that exists, cannot be written, or whose disk is full."""
 
@@ -70,6 +86,30 @@ class StateError(KittiwakeError):
 
 class StateFileError(StateError, InputFileError):
     """A file of a saved state that is damaged, of a newer format, or of another model than the one at hand."""
+
+    http_status = 422
+
+
+class StateNameError(StateError, UsageError):
+    """A name that no state can have."""
+
+    http_status = 400
+
+
+class StateMissingError(StateError):
+    """There is no state of this name."""
+
+    http_status = 404
+
+
+class StateExistsError(StateError):
+    """There is a state of this name already."""
+
+
+class StateBudgetError(StateError):
+    """A state for which the budget of named states has no room."""
+
+    http_status = 507
 
 
 class DeviceError(KittiwakeError):

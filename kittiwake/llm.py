@@ -15,9 +15,12 @@ from kittiwake.checkpoints.reader import open_checkpoint
 from kittiwake.config import EngineConfig
 from kittiwake.engine import state_file
 from kittiwake.engine.engine import Engine
+from kittiwake.engine.prefix import PrefixCache, ram_budget
+from kittiwake.engine.prefix_disk import DiskTier
 from kittiwake.engine.request import Completion, Delta, KeptState, SamplingParams, Timings
 from kittiwake.engine.scoring import Given, Rows, Scored, prefill, run_rows, score, score_stream
 from kittiwake.engine.states import SavedState
+from kittiwake.engine.stats import QueueLimits
 from kittiwake.errors import CheckpointError, ModelError, RequestError, StateFileError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded, load_model
@@ -76,7 +79,21 @@ class LLM:
             slots=self.config.slots,
             prefill_chunk=self.config.prefill_chunk,
             max_rows=self.config.max_rows,
+            cache=self._make_cache(loaded),
+            limits=QueueLimits(self.config.max_waiting, self.config.max_waiting_per_client),
         )
+
+    def _make_cache(self, loaded: Loaded) -> PrefixCache | None:
+        """The prefix cache as configured. Raises OutputError for a folder that cannot be used."""
+        config = self.config
+        budget = ram_budget(config.cache_ram_bytes)
+        if budget == 0:
+            return None
+        disk = None
+        if config.cache_disk is not None:
+            build = make_receipt(loaded)["digest"]
+            disk = DiskTier(Path(config.cache_disk), config.cache_disk_bytes, self.state_owner(), build)
+        return PrefixCache(budget, min_tokens=config.cache_min_tokens, disk=disk)
 
     def __enter__(self) -> LLM:
         return self
@@ -87,7 +104,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Drop the states and refuse further requests."""
+        """Drop the states and refuse further requests. Cached states that are still to be written are."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     @property
@@ -257,14 +276,14 @@ class LLM:
 
         Raises StateError for a state of another shape, OutputError for a file that exists or cannot be written.
         """
-        state_file.save_state(Path(path), state, self._owner(), replace=replace)
+        state_file.save_state(Path(path), state, self.state_owner(), replace=replace)
 
     def load_state(self, path: str | Path) -> KeptState:
         """A state that :meth:`save_state` wrote, in this process or another: the same bits.
 
         Raises StateFileError naming what differs, for a file that is damaged or of another model, dtype or format.
         """
-        return state_file.load_state(Path(path), self._owner())
+        return state_file.load_state(Path(path), self.state_owner())
 
     def load_initial_state(self, path: str | Path, *, transpose: bool = False) -> KeptState:
         """A tuned initial state (``time_state`` tensors, .pth or .safetensors) for prompts to begin from.
@@ -278,9 +297,10 @@ class LLM:
         except (CheckpointError, ModelError) as err:
             raise StateFileError(err.message, err.hint) from None
         saved = SavedState(0, parts)
-        return KeptState(saved, (), None, state_file.parts_digest(saved))
+        return KeptState(saved, (), None, saved.digest)
 
-    def _owner(self) -> state_file.StateOwner:
+    def state_owner(self) -> state_file.StateOwner:
+        """What a state must have been made by to go on here."""
         model = self.loaded.model
         return state_file.StateOwner(
             model.config.family, self.loaded.digest(), self.loaded.dtype, model.state_spec, model.config.vocab_size

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": EDGES,
     "bench": EDGES,
     "evals": EDGES,
-    "cli": EDGES | {"export", "verify", "bench", "evals", "chat", "params", "session", "batch_file"},
+    "cli": EDGES | {"export", "verify", "bench", "evals", "chat", "params", "session", "batch_file", "server"},
     "server": EDGES,
     "__main__": {"cli"},
     "demo": set(),

@@ -26,6 +26,7 @@ from kittiwake.cli.export import export
 from kittiwake.cli.inspect import inspect
 from kittiwake.cli.output import print_error
 from kittiwake.cli.run import run
+from kittiwake.cli.serve import serve
 from kittiwake.cli.verify import verify
 from kittiwake.device import waiting_environment
 from kittiwake.errors import KittiwakeError
@@ -55,7 +56,7 @@ def evaluate() -> None:
 
 evaluate.add_command(lambada)
 evaluate.add_command(bits)
-for command in (run, chat, batch, export, verify, bench, inspect, doctor, build, evaluate):
+for command in (run, chat, serve, batch, export, verify, bench, inspect, doctor, build, evaluate):
     cli.add_command(command)
 
 

@@ -33,10 +33,10 @@ FILE = _NamedPath(path_type=Path)
 
 
 @lru_cache
-def field_help() -> dict[str, str]:
-    """Help text of each EngineConfig field: the string that stands below it in the source."""
+def field_help(config: str = "EngineConfig") -> dict[str, str]:
+    """Help text of each field of a class of config.py: the string that stands below it in the source."""
     tree = ast.parse(inspect.getsource(config_module))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineConfig")
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == config)
     texts = {}
     for field, doc in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
@@ -99,7 +99,7 @@ def seed_option(help_text: str) -> Callable[[F], F]:
     return click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help=help_text)
 
 
-def engine_config(*, device: str = "auto", dtype: str = "auto", threads: int = 0, **more: int) -> EngineConfig:
+def engine_config(*, device: str = "auto", dtype: str = "auto", threads: int = 0, **more: Any) -> EngineConfig:
     """The options as an EngineConfig, and numba's pool made large enough for them (it is read once, at import)."""
     if threads > usable_cores():
         os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))

@@ -5,20 +5,35 @@ schedule → run → sample → deliver. The engine may be driven from several t
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from kittiwake.engine.answer import Answer
-from kittiwake.engine.request import Delta, KeptState, SamplingParams, Timings, TokenLogprob
+from kittiwake.engine.prefix import Origin, PrefixCache
+from kittiwake.engine.request import (
+    Delta,
+    KeptState,
+    PromptProgress,
+    RequestOptions,
+    SamplingParams,
+    Timings,
+    TokenLogprob,
+)
+from kittiwake.engine.reuse import Reuse
 from kittiwake.engine.runner import Runner
 from kittiwake.engine.sampler import Draw, Drawn, adjustments_for, sample, warm_up
 from kittiwake.engine.scheduler import Plan, Request, Scheduler, Stage
-from kittiwake.errors import KittiwakeError, RequestError, StateError
+from kittiwake.engine.states import SavedState
+from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
+from kittiwake.engine.token_tree import as_tokens
+from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
 from kittiwake.families.contract import Model
 from kittiwake.text.tokenizer import Tokenizer
 
@@ -26,13 +41,31 @@ from kittiwake.text.tokenizer import Tokenizer
 class Engine:
     """Continuous batching over one model."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, *, slots: int, prefill_chunk: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        slots: int,
+        prefill_chunk: int,
+        max_rows: int,
+        cache: PrefixCache | None = None,
+        limits: QueueLimits | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.runner = Runner(model, slots)
-        self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows)
+        self.observer: Callable[[StepReport], None] | None = None
+        """Told of every step that ran rows, while the engine waits: it must be quick and must not raise."""
+        self._cache, self._limits = cache, limits or QueueLimits()
+        self._reuse = Reuse(self.runner.states, cache)
+        self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows, self._reuse)
+        self._totals = Totals()
+        self._deadlines: list[tuple[float, int]] = []
         self._ids = itertools.count(1)
         self._requests: dict[int, Request] = {}
+        self._of_client: Counter[str] = Counter()
         self._outbox: dict[int, list[Delta]] = {}
+        self._fresh: dict[int, None] = {}  # requests with something in their outbox, in order
         self._lock = threading.RLock()
         warm_up()
         self._never = tuple(i for i in range(model.config.vocab_size) if not tokenizer.is_valid(i))
@@ -47,7 +80,13 @@ class Engine:
         """State slots nobody holds."""
         return self.runner.states.free_slots
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, start_from: KeptState | None = None) -> None:
+    def check(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        start_from: KeptState | None = None,
+        options: RequestOptions | None = None,
+    ) -> None:
         """Raise RequestError for a request :meth:`add` would not take, StateError for a kept state of another model."""
         vocab = self.model.config.vocab_size
         if start_from is not None:
@@ -63,6 +102,9 @@ class Engine:
         for token in params.logit_bias:
             if not (token < vocab and self.tokenizer.is_valid(token)):
                 raise RequestError(f"logit_bias names token {token}, which this model's tokenizer does not use")
+        borders = options.cache.borders if options is not None else ()
+        if borders and borders[-1] > len(prompt_ids):
+            raise RequestError(f"a border stands at token {borders[-1]} of a prompt of {len(prompt_ids)}")
 
     def add(
         self,
@@ -71,11 +113,15 @@ class Engine:
         *,
         keep_state: bool = False,
         start_from: KeptState | None = None,
+        options: RequestOptions | None = None,
     ) -> int:
-        """Queue a request; returns its id. ``start_from`` goes on from a kept state, with nothing more to say if empty."""
+        """Queue a request; returns its id. ``start_from`` goes on from a kept state, with nothing more to say if empty.
+
+        Raises QueueFullError where too many wait.
+        """
         if params.n != 1:
             raise RequestError(f"one request is one completion, params ask for n {params.n}", "use add_samples")
-        return self.add_samples(prompt_ids, params, keep_state=keep_state, start_from=start_from)[0]
+        return self.add_samples(prompt_ids, params, keep_state=keep_state, start_from=start_from, options=options)[0]
 
     def add_samples(
         self,
@@ -84,49 +130,101 @@ class Engine:
         *,
         keep_state: bool = False,
         start_from: KeptState | None = None,
+        options: RequestOptions | None = None,
     ) -> list[int]:
         """Queue ``params.n`` completions of one prompt, which is eaten once; their ids, in the order of the samples.
 
         Sample i gives the bits of a request of its own with ``params.for_sample(i)``.
         """
-        self.check(prompt_ids, params, start_from)
+        how = options or RequestOptions()
+        self.check(prompt_ids, params, start_from, how)
         prompt = [int(token) for token in prompt_ids]
         with self._lock:
+            self._check_queue(how.client)
             requests = []
             for index in range(params.n):
                 request = Request(
                     id=next(self._ids),
                     answer=Answer(self.tokenizer, params.for_sample(index)),
-                    tokens=prompt,
+                    tokens=list(prompt),
                     fed=0,
                     keep_state=keep_state,
                     start_from=start_from,
                     added_s=time.perf_counter(),
                     stage=Stage.HELD,
                     prompt_tokens=len(prompt),
+                    options=how,
                 )
                 if start_from is not None:
                     request.base = start_from.saved.position
                     request.logits = start_from.logits
+                self._reuse.open(request)
+                if how.deadline_s is not None:
+                    heapq.heappush(self._deadlines, (request.added_s + how.deadline_s, request.id))
                 self._requests[request.id] = request
+                self._of_client[how.client] += 1
                 self._outbox[request.id] = []
                 requests.append(request)
             self._scheduler.add(_leader(requests))
             return [request.id for request in requests]
 
+    def _check_queue(self, client: str) -> None:
+        """Raise QueueFullError where as many wait, beyond the free slots, as may."""
+        most, free = self._limits, self.free_slots
+        total = len(self._requests) - len(self._scheduler.running)
+        own = self._of_client[client] - self._scheduler.shares.slots[client]
+        for waiting, limit, whose in (
+            (total, most.max_waiting, ""),
+            (own, most.max_waiting_per_client, " of this client"),
+        ):
+            if limit and waiting - free >= limit:
+                self._totals.refused += 1
+                after_s = self._totals.retry_after_s(waiting, self.runner.states.slots)
+                raise QueueFullError(f"{waiting} requests{whose} wait already, at most {limit} may", after_s)
+
     def step(self) -> bool:
         """Move every request that can move. False when there was nothing to do."""
         with self._lock:
-            self._scheduler.admit(time.perf_counter())
+            begin_s = time.perf_counter()
+            expired = self._expire(begin_s)
+            self._note_admitted(self._scheduler.admit(begin_s))
             ready = [r for r in self._scheduler.running if r.due == 0]  # a kept state's logits, nothing to eat
+            for request in ready:
+                self._reuse.save_at_mark(request)
             plan = self._scheduler.plan()
             if not plan.parts and not ready:
-                return False
+                return expired
             with self._ending([request for request, _ in plan.parts]):
                 rows = self._run(plan) if plan.parts else []
             with self._ending([*ready, *(request for request, _ in plan.parts)]):
                 self._deliver([(request, np.asarray(request.logits)) for request in ready] + rows)
+            if self.observer is not None and plan.parts:
+                self.observer(plan.report((time.perf_counter() - begin_s) * 1e3))
             return True
+
+    def _expire(self, now_s: float) -> bool:
+        """End requests whose time is up."""
+        ended = False
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            request = self._requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                ended = True
+                limit, drawn = request.options.deadline_s, len(request.answer.tokens)
+                error = DeadlineError(f"the request had not ended after {limit:g} s, with {drawn} tokens drawn")
+                self._cut_short(request, "error", error)
+        return ended
+
+    def _note_admitted(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._totals.prompt_tokens += request.prompt_tokens
+            self._totals.cached_tokens += request.cache_use.cached_tokens
+            self._post_progress(request)
+
+    def _post_progress(self, request: Request) -> None:
+        """Tell how much of the prompt is read, whoever wants to know."""
+        if request.options.progress and not request.answer.tokens and request.fed <= request.prompt_tokens:
+            progress = PromptProgress(request.prompt_tokens, request.cache_use.cached_tokens, request.fed)
+            self._post(Delta(request.id, "", (), progress=progress))
 
     @contextmanager
     def _ending(self, requests: list[Request]) -> Iterator[None]:
@@ -136,7 +234,7 @@ class Engine:
         except BaseException:
             for request in requests:
                 if request.id in self._requests:
-                    self._end(request, "error", error=KittiwakeError("the step of this request was broken off"))
+                    self._cut_short(request, "error", KittiwakeError("the step of this request was broken off"))
             raise
 
     def _run(self, plan: Plan) -> list[tuple[Request, np.ndarray]]:
@@ -145,16 +243,19 @@ class Engine:
         logits = self.runner.run(plan.batch())
         for request, count in plan.parts:
             request.fed += count
+            self._reuse.save_at_mark(request)
+            self._post_progress(request)
         return list(zip(complete, logits, strict=True))
 
     def _deliver(self, rows: list[tuple[Request, np.ndarray]]) -> None:
         """Sample a token for each row, or settle a request whose state is to be kept."""
-        drawing = [(request, row) for request, row in rows if request.stage is Stage.RUNNING]
         for request, row in rows:
-            if request.stage is Stage.SETTLING:
+            if request.taken is not None:
+                self._scheduler.add_first(self._reuse.publish(request, row), time.perf_counter())
+        drawing = [(one, row) for one, row in rows if one.stage is Stage.RUNNING and one.due == 0]
+        for request, row in rows:
+            if request.stage is Stage.SETTLING and request.due == 0:
                 self._end_kept(request, row)
-            elif request.followers:
-                self._fork(request, row)
         if not drawing:
             return
         drawn = sample(np.stack([row for _, row in drawing]), [self._draw(request) for request, _ in drawing])
@@ -185,25 +286,16 @@ class Engine:
     def _bytes(self, token: int) -> bytes:
         return self.tokenizer.token_bytes(token) if self.tokenizer.is_valid(token) else b""
 
-    def _fork(self, leader: Request, row: np.ndarray) -> None:
-        """The prompt is eaten: let those who share it go on from here, in slots of their own."""
-        kept = self._keep(leader, row)
-        followers = [request for request in leader.followers if request.stage is Stage.HELD]
-        for request in followers:
-            request.start_from, request.logits, request.base = kept, kept.logits, kept.saved.position
-            request.tokens, request.prompt_tokens = [], 0
-        leader.followers = []
-        self._scheduler.add_first(followers)
-
     def _take(self, request: Request, token: int, row: np.ndarray, logprobs: tuple[TokenLogprob, ...]) -> None:
         """A token was drawn from ``row``, the logits after everything the slot has eaten."""
         was_decided = request.answer.is_decided
         step = request.answer.push(token)
         if request.adjustments is not None:
             request.adjustments.push(token)
-        if request.keep_state:
+        settles = request.keep_state or self._reuse.wants_answer(request)
+        if settles:
             request.logits = row
-        if request.keep_state and step.finish_reason is None:
+        if settles and step.finish_reason is None:
             if request.answer.is_decided:
                 request.snapshot = None
             elif was_decided:
@@ -211,11 +303,16 @@ class Engine:
         if step.finish_reason is None:
             request.tokens.append(token)
             self._post(Delta(request.id, step.text, (token,), logprobs=logprobs))
-        elif request.keep_state:
+        elif request.keep_state or self._is_worth_settling(request):
             self._post(Delta(request.id, step.text, (token,), logprobs=logprobs))
             self._settle(request, token, step.finish_reason)
         else:
             self._end(request, step.finish_reason, text=step.text, token_ids=(token,), logprobs=logprobs)
+
+    def _is_worth_settling(self, request: Request) -> bool:
+        """Whether the state after an answer that has ended saves a next turn enough."""
+        count = request.prompt_tokens + request.answer.accepted
+        return self._reuse.wants_answer(request) and self._reuse.is_worth_keeping(request, count)
 
     def _settle(self, request: Request, last: int, reason: str) -> None:
         """Bring the slot to the last accepted token: eat what is missing, or go back to a snapshot and eat from there."""
@@ -230,14 +327,18 @@ class Engine:
             self._end_kept(request, np.asarray(request.logits))
 
     def _end_kept(self, request: Request, row: np.ndarray) -> None:
-        self._end(request, request.finish_reason or "stop", state=self._keep(request, row))
+        """The slot has eaten all tokens that count; ``row`` are the logits that follow."""
+        saved = self.runner.states.save(request.slot)
+        self._reuse.keep_answer(request, saved, row)
+        state = self._keep(request, saved, row) if request.keep_state else None
+        self._end(request, request.finish_reason or "stop", state=state)
 
-    def _keep(self, request: Request, row: np.ndarray) -> KeptState:
-        """The state of a request whose slot has eaten all its tokens; ``row`` are the logits that follow."""
+    def _keep(self, request: Request, saved: SavedState, row: np.ndarray) -> KeptState:
+        """The state of a request as a value of its own."""
         start = request.start_from
         tokens = (start.tokens if start is not None else ()) + tuple(request.tokens)
         initial = start.initial if start is not None else ""
-        return KeptState(self.runner.states.save(request.slot), tokens, np.array(row, dtype=np.float32), initial)
+        return KeptState(saved, tokens, np.array(row, dtype=np.float32), initial)
 
     def _end(
         self,
@@ -251,24 +352,47 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
         """Free the slot and post the last Delta. Those who waited for its prompt eat it themselves."""
-        self._scheduler.remove(request)
-        heirs = [follower for follower in request.followers if follower.stage is Stage.HELD]
-        request.followers = []
-        if heirs:
-            self._scheduler.add_first([_leader(heirs)])
-        del self._requests[request.id]
         now_s = time.perf_counter()
+        self._scheduler.remove(request)
+        self._leave(request, now_s)
+        del self._requests[request.id]
+        self._of_client[request.options.client] -= 1
+        if not self._of_client[request.options.client]:
+            del self._of_client[request.options.client]
+        if not self._requests:
+            self._deadlines.clear()
+        if request.admitted_s:
+            self._totals.note_held(now_s - request.admitted_s)
+        self._totals.finished[reason] += 1
         admitted_s = request.admitted_s or now_s
         first_s = request.first_token_s or now_s
         timings = Timings(
             queue_ms=(admitted_s - request.added_s) * 1e3,
             prefill_ms=(first_s - admitted_s) * 1e3,
             decode_ms=(now_s - first_s) * 1e3,
+            wait_ms=request.waited_s * 1e3,
         )
-        self._post(Delta(request.id, text, token_ids, reason, timings, state, error, logprobs))
+        last = Delta(request.id, text, token_ids, reason, timings, state, error, logprobs, cache=request.cache_use)
+        self._post(last)
+
+    def _cut_short(self, request: Request, reason: str, error: KittiwakeError | None = None) -> None:
+        """End a request that has not; one whose answer is whole, and only its state is not kept yet, just ends."""
+        if request.stage is Stage.SETTLING and not request.keep_state:
+            self._end(request, request.finish_reason or "stop")
+        else:
+            self._end(request, reason, error=error)
+
+    def _leave(self, request: Request, now_s: float) -> None:
+        """Let those who wait for a request that ends read what it has not read."""
+        heirs = [follower for follower in request.followers if follower.is_held]
+        others = [other for other in request.parked if other.is_held]
+        request.followers, request.parked = [], []
+        self._scheduler.add_first(([_leader(heirs)] if heirs else []) + others, now_s)
 
     def _post(self, delta: Delta) -> None:
         self._outbox[delta.request_id].append(delta)
+        self._fresh[delta.request_id] = None
+        self._totals.generated_tokens += len(delta.token_ids)
 
     def collect(self, request_id: int) -> list[Delta]:
         """What happened to a request since the last call; empties its outbox, and forgets it after its last Delta."""
@@ -276,26 +400,77 @@ class Engine:
             if request_id not in self._outbox:
                 raise RequestError(f"request {request_id} is not known: never added, or its end was collected already")
             deltas, self._outbox[request_id] = self._outbox[request_id], []
+            self._fresh.pop(request_id, None)
             if deltas and deltas[-1].finish_reason is not None:
                 del self._outbox[request_id]
             return deltas
+
+    def collect_all(self) -> list[Delta]:
+        """What happened to all requests since the last call, those of a request in order; as :meth:`collect` of each."""
+        with self._lock:
+            return [delta for request_id in list(self._fresh) for delta in self.collect(request_id)]
 
     def abort(self, request_id: int) -> None:
         """End a request now with reason "abort" and free its slot; one that has ended is left as it is."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:
-                self._end(request, "abort")
+                self._cut_short(request, "abort")
 
     def forget(self, request_id: int) -> None:
         """Abort a request that nobody will collect any more, and drop what it has still in its outbox."""
         with self._lock:
             self.abort(request_id)
             self._outbox.pop(request_id, None)
+            self._fresh.pop(request_id, None)
+
+    def stats(self) -> EngineStats:
+        """The engine in numbers."""
+        with self._lock:
+            scheduler, totals = self._scheduler, self._totals
+            return EngineStats(
+                waiting=len(scheduler.waiting),
+                held=len(self._requests) - len(scheduler.waiting) - len(scheduler.running),
+                running=len(scheduler.running),
+                slots=self.runner.states.slots,
+                free_slots=self.free_slots,
+                finished=dict(totals.finished),
+                refused=totals.refused,
+                prompt_tokens=totals.prompt_tokens,
+                cached_tokens=totals.cached_tokens,
+                generated_tokens=totals.generated_tokens,
+                cache=self._cache.stats() if self._cache is not None else None,
+            )
+
+    def cached_state(self, prompt_ids: Sequence[int], start_from: KeptState | None = None) -> KeptState | None:
+        """The state after exactly this prompt, where the cache has it."""
+        with self._lock:
+            if self._cache is None or len(prompt_ids) == 0:
+                return None
+            tokens = as_tokens(list(prompt_ids))
+            prefix = self._cache.find(Origin(start_from).key, tokens).prefix
+            if prefix is None or prefix.count != len(tokens):
+                return None
+            before, initial = (start_from.tokens, start_from.initial) if start_from is not None else ((), "")
+            return KeptState(prefix.saved, (*before, *tokens.tolist()), prefix.logits.copy(), initial)
+
+    def clear_cache(self) -> None:
+        """Forget the cached states that are in memory."""
+        with self._lock:
+            if self._cache is not None:
+                self._cache.clear()
+
+    def close(self) -> None:
+        """Let the cache write what it has still to write. The engine is not to be used any more."""
+        if self._cache is not None:
+            self._cache.close()
 
 
 def _leader(requests: list[Request]) -> Request:
     """The first of some held requests, made to eat the prompt that they share; the rest follow it."""
     leader = requests[0]
-    leader.tokens, leader.followers = list(leader.tokens), requests[1:]
+    leader.followers = requests[1:]
+    leader.marks = [leader.prompt_tokens] if leader.followers else []
+    for follower in leader.followers:
+        follower.waits_for = leader.prompt_tokens
     return leader

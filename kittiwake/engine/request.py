@@ -170,6 +170,53 @@ def _range(low: float, high: float | None) -> str:
     return f"at least {ends[0]}" if high is None else f"from {ends[0]} to {ends[1]}"
 
 
+MAX_PRIORITY = 10
+
+
+@dataclass(frozen=True)
+class CacheHints:
+    """What the prefix cache does for a request. None of it changes a bit of the answer."""
+
+    use: bool = True
+    """False: nothing is read from the cache or put there, nor is another's prefix waited for."""
+    borders: tuple[int, ...] = ()
+    """Counts of prompt tokens after which the state is worth keeping: where later prompts may go on otherwise."""
+    answer: bool = True
+    """Whether the state after the answer is kept, for a next turn."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "borders", _as_tuple("borders", self.borders))
+        _check_bool("use", self.use)
+        _check_bool("answer", self.answer)
+        for border in self.borders:
+            _check_int("a border", border, 1, None)
+        if list(self.borders) != sorted(set(self.borders)):
+            raise RequestError(f"borders must rise, got {list(self.borders)}")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How a request is served, beside what it asks of the sampler. None of it changes a bit of the answer."""
+
+    client: str = ""
+    """Whose it is: slots and rows are shared fairly over clients."""
+    priority: int = 0
+    """From -10 to 10: what is served first of one client, and up to a point between clients; it rises with waiting."""
+    deadline_s: float | None = None
+    """Seconds from now until the request must have ended; past it, it ends with an error."""
+    cache: CacheHints = CacheHints()
+    progress: bool = False
+    """Post Deltas that tell how much of the prompt is read."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.client, str):
+            raise RequestError(f"client must be a text, got {self.client!r}")
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        _check_bool("progress", self.progress)
+        if self.deadline_s is not None:
+            _check_float("deadline_s", self.deadline_s, 0.0, None)
+
+
 @dataclass(frozen=True)
 class Timings:
     """Wall time of one request in ms: waiting for a slot, prompt, decoding."""
@@ -177,6 +224,30 @@ class Timings:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    wait_ms: float = 0.0
+    """The part of ``queue_ms`` in which another request was reading the beginning of this one's prompt."""
+
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """Tokens of a prompt: in all, taken from the cache, and read so far (those from the cache among them)."""
+
+    total: int
+    cached: int
+    done: int
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What a request did not have to read."""
+
+    cached_tokens: int = 0
+    source: str = "none"
+    """"none", "memory", "disk", or "shared": from a request that was reading the same beginning."""
+    miss: str = "off"
+    """Why nothing was found, empty where something was: "off" (this engine has no cache), "disabled" (the request
+    wanted none), "short" (too few tokens to keep), "unknown" (nothing that is kept begins so), "changed" (something
+    does, but goes on otherwise before its first kept state)."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +305,10 @@ class Delta:
     """One for each of ``token_ids`` where the request asked for them."""
     index: int = 0
     """Which of the request's ``n`` completions this belongs to, where they are streamed together."""
+    progress: PromptProgress | None = None
+    """Set on Deltas of a request that asked for it while its prompt is read; they have no tokens."""
+    cache: CacheUse | None = None
+    """Set on the last Delta."""
 
 
 @dataclass(frozen=True)

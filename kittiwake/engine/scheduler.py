@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,16 +9,20 @@ import numpy as np
 
 from kittiwake.engine.answer import Answer
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.request import KeptState
+from kittiwake.engine.fair_queue import FairQueue, Shares, level
+from kittiwake.engine.prefix import Origin, Prefix
+from kittiwake.engine.request import CacheUse, KeptState, RequestOptions
+from kittiwake.engine.reuse import Reuse
 from kittiwake.engine.sampler import Adjustments
 from kittiwake.engine.states import SavedState, StateTable
+from kittiwake.engine.stats import StepReport
 
 
 class Stage(Enum):
     """Where a request stands."""
 
     HELD = "held"
-    """Waits for the prompt it shares with another request."""
+    """Waits for another request that reads the beginning of its prompt."""
     WAITING = "waiting"
     RUNNING = "running"
     SETTLING = "settling"
@@ -55,7 +58,33 @@ class Request:
     adjustments: Adjustments | None = None
     """Bias and penalties, made when the first token is drawn."""
     followers: list[Request] = field(default_factory=list)
-    """Held until this one has eaten the prompt, then they go on from its state."""
+    """Samples of the same prompt, held until this one has eaten it; then they go on from its state."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    origin: Origin | None = None
+    """What its text follows, as the cache sees it; None where it uses no cache."""
+    prompt: np.ndarray | None = None
+    """The prompt, int32 [prompt_tokens], where it uses the cache."""
+    resume: Prefix | None = None
+    """What its slot begins with, instead of ``start_from``."""
+    marks: list[int] = field(default_factory=list)
+    """Counts of tokens at which the slot stops and its state is taken, ascending."""
+    turn: int = 0
+    """The last step that read of its prompt."""
+    turn_s: float = 0.0
+    """When that was."""
+    taken: tuple[int, SavedState] | None = None
+    """The mark that the slot came to last, and its state there, until the logits are there too."""
+    last_mark: int = 0
+    """Up to where the cache has its text."""
+    parked: list[Request] = field(default_factory=list)
+    """Requests of others, held until this one has read the beginning that they share."""
+    waits_for: int = 0
+    """The count of tokens at which it is let go, while it is held."""
+    held_s: float = 0.0
+    """When it was held last; 0 where it is not."""
+    waited_s: float = 0.0
+    """How long it was held."""
+    cache_use: CacheUse = field(default_factory=CacheUse)
 
     @property
     def due(self) -> int:
@@ -63,77 +92,147 @@ class Request:
         return len(self.tokens) - self.fed
 
     @property
+    def due_to_mark(self) -> int:
+        """Tokens its slot may eat in one go."""
+        return min(self.due, self.marks[0] - self.fed) if self.marks else self.due
+
+    @property
     def position(self) -> int:
         """Absolute position of the token to be drawn next."""
         return self.base + len(self.tokens)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for another one's prefix."""
+        return self.stage is Stage.HELD
+
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: for each request how many tokens it eats now; ``finished`` of them then want logits."""
+    """One step: for each request how many tokens it eats now."""
 
     parts: list[tuple[Request, int]]
 
     def batch(self) -> Batch:
-        """The packed rows; only a request that eats its last due token wants logits."""
+        """The packed rows; only a request that eats its last due token, or comes to a mark, wants logits."""
         return Batch.pack(
             [(request.slot, request.tokens[request.fed : request.fed + count]) for request, count in self.parts],
-            [[count - 1] if count == request.due else [] for request, count in self.parts],
+            [[count - 1] if count == request.due_to_mark else [] for request, count in self.parts],
         )
 
     @property
     def complete(self) -> list[Request]:
         """Requests that get logits from this step, in row order."""
-        return [request for request, count in self.parts if count == request.due]
+        return [request for request, count in self.parts if count == request.due_to_mark]
+
+    def report(self, step_ms: float) -> StepReport:
+        """What was run, once it was."""
+        rows = sum(count for _, count in self.parts)
+        decode = sum(count for request, count in self.parts if request.fed > request.prompt_tokens)
+        return StepReport(step_ms, rows, rows - decode, decode, len(self.parts))
 
 
 class Scheduler:
-    """First come, first served; everyone who decodes moves at every step, prefill takes the rows that are left."""
+    """Everyone who decodes moves at every step, prefill takes a bounded part of the rows that are left.
 
-    def __init__(self, states: StateTable, prefill_chunk: int, max_rows: int) -> None:
+    Slots and prefill rows are shared fairly over clients, those of one client by priority and in turn.
+    ``prefill_chunk`` bounds the prompt tokens of a step in which others decode (0: no bound).
+    """
+
+    def __init__(self, states: StateTable, prefill_chunk: int, max_rows: int, reuse: Reuse | None = None) -> None:
         self._states = states
+        self._reuse = reuse or Reuse(states)
         self._chunk = prefill_chunk if prefill_chunk > 0 else max_rows
         self._max_rows = max_rows
-        self.waiting: deque[Request] = deque()
+        self.waiting = FairQueue()
         self.running: list[Request] = []
+        self.shares = Shares()
         self._left_out: set[int] = set()
-        """Ids of requests that got no row in the last step."""
+        """Ids of requests that got no row in the last step because there was none left."""
+        self._step = 0
+        self._now_s = 0.0
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         request.stage = Stage.WAITING
-        self.waiting.append(request)
+        self.waiting.push(request)
 
-    def add_first(self, requests: list[Request]) -> None:
-        """Put requests at the head of the queue, in this order: they came with one that was served already."""
-        for request in requests:
+    def add_first(self, requests: list[Request], now_s: float = 0.0) -> None:
+        """Put requests at the head of their queues, in this order: they have waited for one that was served already."""
+        for request in reversed(requests):
+            if request.held_s:
+                request.waited_s += now_s - request.held_s
+                request.held_s = 0.0
             request.stage = Stage.WAITING
-        self.waiting.extendleft(reversed(requests))
+            self.waiting.push(request, first=True)
 
-    def admit(self, now_s: float) -> None:
-        """Give free slots to those who wait, in order."""
+    def admit(self, now_s: float) -> list[Request]:
+        """Give free slots to those who wait; returns who got one."""
+        self._now_s = now_s
+        admitted = []
         while self.waiting and self._states.free_slots:
-            request = self.waiting.popleft()
+            request = self.waiting.pop(now_s, self.shares)
+            if self._reuse.parks(request, self.running):
+                request.stage, request.held_s = Stage.HELD, now_s
+                continue
             request.slot = self._states.allocate()
-            if request.start_from is not None:
-                self._states.restore(request.slot, request.start_from.saved)
+            self._begin(request)
             request.stage, request.admitted_s = Stage.RUNNING, now_s
+            self.shares.take_slot(request.options.client, now_s)
             self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def _begin(self, request: Request) -> None:
+        """Bring the slot to where the request goes on from."""
+        if request.resume is not None:
+            self._states.restore(request.slot, request.resume.saved)
+            request.fed, request.logits = request.resume.count, request.resume.logits
+            request.resume = None
+        elif request.start_from is not None:
+            self._states.restore(request.slot, request.start_from.saved)
+        self._reuse.count(request)
 
     def plan(self) -> Plan:
-        """Share out at most ``max_rows`` rows. Those left out stand first in line at the next step."""
+        """Share out at most ``max_rows`` rows. Those for whom none is left stand first in line at the next step."""
+        self._step += 1
         left = self._max_rows
+        prompts = [request for request in self.running if request.due > 1]
+        decoding = [request for request in self.running if request.due == 1]
+        # a prompt alone is read as fast as it can be; one beside others must not hold them up
+        prefill_left = self._chunk if decoding else self._max_rows
+        # decode rows first: they are cheap and somebody is reading along
+        order = decoding + sorted(prompts, key=self._rank)
+        if self._left_out:
+            order.sort(key=lambda request: request.id not in self._left_out)
         counts: dict[int, int] = {}
-        # after those who were left out, decode rows: they are cheap and somebody is reading along
-        for request in sorted(self.running, key=lambda r: (r.id not in self._left_out, r.due > 1)):
-            count = min(request.due, self._chunk, left)
+        for request in order:
+            if request.due == 1:
+                count = min(1, left)
+            elif (count := min(request.due_to_mark, left, prefill_left)) > 0:
+                prefill_left -= count
+                self.shares.charge(self._payer(request), count, request.options.priority)
+                request.turn, request.turn_s = self._step, self._now_s
             if count > 0:
                 counts[request.id] = count
                 left -= count
         parts = [(request, counts[request.id]) for request in self.running if request.id in counts]
-        self._left_out = {request.id for request in self.running if request.due and request.id not in counts}
-        self.running.sort(key=lambda request: request.id not in self._left_out)
+        self._left_out = set() if left else {request.id for request in order if request.id not in counts}
+        if self._left_out:
+            self.running.sort(key=lambda request: request.id not in self._left_out)
         return Plan(parts)
+
+    def _rank(self, request: Request) -> tuple[float, float, int]:
+        """Which prompt goes first: by the rows its client has had, and among those of one client by priority and turn."""
+        rows = self.shares.rows(self._payer(request))
+        return rows, -level(request, request.turn_s, self._now_s), request.turn
+
+    def _payer(self, request: Request) -> str:
+        """The client whose share the next rows are: of those who wait for them, the least served."""
+        if not request.parked:
+            return request.options.client
+        clients = {one.options.client for one in request.parked if one.is_held} | {request.options.client}
+        return min(clients, key=lambda client: (self.shares.rows(client), client))
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands, and free its slot."""
@@ -142,4 +241,5 @@ class Scheduler:
         elif request.stage not in (Stage.DONE, Stage.HELD):
             self.running.remove(request)
             self._states.free(request.slot)
+            self.shares.give_slot(request.options.client)
         request.stage = Stage.DONE

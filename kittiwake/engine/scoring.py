@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -145,9 +146,28 @@ def _run(
         yield Rows(index, done, count, logits[begin:end] if want_logits else logits[:0], hidden[begin:end])
 
 
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work of several forwards that halts after each, so that others get their turn; its value is the result."""
+
+
+def finish(steps: Steps[T]) -> T:
+    """Do all of it at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(T, end.value)
+
+
 def prefill(model: Model, given: Given, *, max_rows: int = SCORE_ROWS) -> KeptState:
     """The state after exactly these tokens, with the logits that follow them; nothing is drawn. ``ids`` may be empty
     after a state that has logits."""
+    return finish(prefill_steps(model, given, max_rows=max_rows))
+
+
+def prefill_steps(model: Model, given: Given, *, max_rows: int = SCORE_ROWS) -> Steps[KeptState]:
+    """:func:`prefill` forward by forward."""
     before, initial = (given.start.tokens, given.start.initial) if given.start is not None else ((), "")
     table = new_states(model, 1)
     slot = table.allocate()
@@ -161,6 +181,7 @@ def prefill(model: Model, given: Given, *, max_rows: int = SCORE_ROWS) -> KeptSt
         rows = model.forward(Batch.pack([(slot, piece.tolist())], [[len(piece) - 1] if is_last else []]), table)
         if is_last:
             row = np.array(rows[0])
+        yield
     return KeptState(table.save(slot), before + tuple(given.ids.tolist()), row, initial)
 
 
@@ -169,6 +190,13 @@ def score(model: Model, given: Sequence[Given], *, top: int = 0, max_rows: int =
 
     Raises RequestError for a ``top`` below 0 or above the vocabulary.
     """
+    return finish(score_steps(model, given, top=top, max_rows=max_rows))
+
+
+def score_steps(
+    model: Model, given: Sequence[Given], *, top: int = 0, max_rows: int = SCORE_ROWS
+) -> Steps[list[Scored]]:
+    """:func:`score` forward by forward."""
     if not 0 <= top <= model.config.vocab_size:
         raise RequestError(f"top must be from 0 to the vocabulary's {model.config.vocab_size}, got {top}")
     results = []
@@ -187,6 +215,7 @@ def score(model: Model, given: Sequence[Given], *, top: int = 0, max_rows: int =
         found = results[rows.sequence]
         first = rows.first + len(found.token_ids) - len(shortened[rows.sequence].ids)
         _score_rows(found, first, rows.logits)
+        yield
     return results
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ FORMAT = 1
 KIND = "kittiwake-state"
 MAX_HEADER_BYTES = 1 << 20
 
-_KEYS = {"kind", "format", "builder", "family", "model", "dtype", "position", "tokens_sha256", "initial", "sha256"}
+_KEYS = frozenset(
+    {"kind", "format", "builder", "family", "model", "dtype", "position", "tokens_sha256", "initial", "sha256"}
+)
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "uint8": "U8"}
 _DAMAGED = "the file is damaged: save the state again, or get the file again from where it came"
 
@@ -51,10 +54,23 @@ def save_state(path: Path, kept: KeptState, owner: StateOwner, *, replace: bool 
     Raises StateError for a state of another model, OutputError where the file cannot be written or, without
     ``replace``, exists.
     """
+    pieces = list(encode_state(kept, owner))
+    with new_file(path, replace=replace) as partial, writing(path), partial.open("xb") as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+def encode_state(
+    kept: KeptState, owner: StateOwner, *, kind: str = KIND, more: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a state file, piece by piece; ``more`` are further entries of its metadata.
+
+    Raises StateError for a state of another model.
+    """
     arrays = _arrays(kept)
-    _check_parts(kept, owner, "the state")
+    check_parts(kept, owner, "the state")
     content = {
-        "kind": KIND,
+        "kind": kind,
         "format": str(FORMAT),
         "builder": __version__,
         "family": owner.family,
@@ -63,36 +79,58 @@ def save_state(path: Path, kept: KeptState, owner: StateOwner, *, replace: bool 
         "position": str(kept.saved.position),
         "tokens_sha256": hashlib.sha256(_bytes(arrays["tokens"])).hexdigest(),
         "initial": kept.initial,
+        **(more or {}),
     }
     content["sha256"] = _digest(content, arrays)
     header = _header(content, arrays)
-    with new_file(path, replace=replace) as partial, writing(path), partial.open("xb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for array in arrays.values():
-            file.write(_bytes(array))
+    yield len(header).to_bytes(8, "little") + header
+    for array in arrays.values():
+        yield _bytes(array)
 
 
-def load_state(path: Path, owner: StateOwner) -> KeptState:
-    """The state a file holds. Raises StateFileError for a file that is damaged, is none, or is of another model."""
+def load_state(path: Path, owner: StateOwner, *, kind: str = KIND, more: Mapping[str, str] | None = None) -> KeptState:
+    """The state a file holds. Raises StateFileError for a file that is damaged, is none, or is of another model.
+
+    ``kind`` and ``more`` are as it was written with.
+    """
+    keys = _KEYS | (more or {}).keys()
     try:
-        content, arrays = _read(path)
+        content, arrays = _read(path, kind, keys)
     except CheckpointError as err:
         raise StateFileError(err.message, _DAMAGED) from None
     _check_owner(path, content, owner)
+    for key, value in (more or {}).items():
+        if content[key] != value:
+            raise StateFileError(f"{path}: {key} is {quoted(content[key])}, expected {quoted(value)}")
     parts = {name.removeprefix("state."): array for name, array in arrays.items() if name.startswith("state.")}
     tokens = tuple(arrays["tokens"].tolist())
     kept = KeptState(SavedState(int(content["position"]), parts), tokens, arrays.get("logits"), content["initial"])
-    _check_parts(kept, owner, str(path))
+    check_parts(kept, owner, str(path))
     return kept
 
 
-def parts_digest(saved: SavedState) -> str:
-    """sha-256 (hex) over the names and values of a state's parts: what a sequence that began from it is told by."""
-    digest = hashlib.sha256()
-    for name, array in sorted(saved.parts.items()):
-        digest.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
-        digest.update(_bytes(np.ascontiguousarray(array)))
-    return digest.hexdigest()
+def read_label(path: Path) -> tuple[dict[str, Any], np.ndarray]:
+    """Metadata and tokens of a state file of any kind, format and model, to tell what it is without reading all of it.
+
+    Raises StateFileError for a file that holds no such thing, or tokens of another hash; nothing else is checked.
+    """
+    try:
+        stamp = FileStamp.of(path, StateFileError)
+        entries = {entry.info.name: entry for entry in read_header(stamp)}
+    except CheckpointError as err:
+        raise StateFileError(err.message, _DAMAGED) from None
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        raw = file.read(length) if length <= MAX_HEADER_BYTES else b"{}"
+        content = load_json_strict(raw, what=f"the header of {path}", error=StateFileError).get("__metadata__")
+        entry = entries.get("tokens")
+        if not isinstance(content, dict) or entry is None or len(entry.info.shape) != 1:
+            raise StateFileError(f"{path} is not a saved state of kittiwake")
+        file.seek(8 + length + entry.begin)
+        tokens = np.fromfile(file, dtype="<i4", count=entry.info.shape[0])
+    if content.get("tokens_sha256") != hashlib.sha256(_bytes(tokens)).hexdigest():
+        raise StateFileError(f"{path}: the hash of its tokens is another", _DAMAGED)
+    return content, tokens.astype(np.int32, copy=False)
 
 
 def _arrays(kept: KeptState) -> dict[str, np.ndarray]:
@@ -130,7 +168,7 @@ def _header(content: dict[str, str], arrays: dict[str, np.ndarray]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def _read(path: Path, kind: str = KIND, keys: Set[str] = _KEYS) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Metadata and tensors of a state file, every byte checked; whose state it is, is not looked at."""
     stamp = FileStamp.of(path, StateFileError)
     entries = read_header(stamp)
@@ -138,28 +176,28 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         length = int.from_bytes(file.read(8), "little")
         raw = file.read(length) if length <= MAX_HEADER_BYTES else b"{}"
         header = load_json_strict(raw, what=f"the header of {path}", error=StateFileError)
-        content = _check_content(path, header.get("__metadata__"))
+        content = _check_content(path, header.get("__metadata__"), kind, keys)
         data = np.fromfile(file, dtype=np.uint8)
     stamp.check_unchanged()
     names = {short: name for name, short in _DTYPES.items()}
     arrays = {}
     for entry in entries:
-        kind = names.get(header[entry.info.name]["dtype"])
-        if kind is None:
+        dtype = names.get(header[entry.info.name]["dtype"])
+        if dtype is None:
             raise StateFileError(
                 f"{path}: {quoted(entry.info.name)} is {entry.info.dtype}, which no state has", _DAMAGED
             )
-        values = data[entry.begin : entry.end].view(np.dtype(kind).newbyteorder("<"))
-        arrays[entry.info.name] = values.reshape(entry.info.shape).astype(kind, copy=False)
+        values = data[entry.begin : entry.end].view(np.dtype(dtype).newbyteorder("<"))
+        arrays[entry.info.name] = values.reshape(entry.info.shape).astype(dtype, copy=False)
     if _header(content, arrays) != raw or _digest(content, arrays) != content["sha256"]:
         raise StateFileError(f"{path} does not hold what was saved: its sha-256 is another", _DAMAGED)
     _check_tokens(path, content, arrays)
     return content, arrays
 
 
-def _check_content(path: Path, content: Any) -> dict[str, str]:
+def _check_content(path: Path, content: Any, kind: str, keys: Set[str]) -> dict[str, str]:
     """The metadata of a state file in a format that this version reads."""
-    if not isinstance(content, dict) or content.get("kind") != KIND:
+    if not isinstance(content, dict) or content.get("kind") != kind:
         raise StateFileError(f"{path} is not a saved state of kittiwake", "kittiwake run --save-state makes one")
     number, builder = content.get("format", ""), content.get("builder", "")
     if not number.isascii() or not number.isdigit() or len(number) > 9 or int(number) < 1:
@@ -169,8 +207,8 @@ def _check_content(path: Path, content: Any) -> dict[str, str]:
             f"{path} has state format {int(number)}, written by kittiwake {quoted(builder)}; this version reads {FORMAT}",
             "use that version or a newer one",
         )
-    if content.keys() != _KEYS:
-        wrong = sorted(content.keys() ^ _KEYS)
+    if content.keys() != keys:
+        wrong = sorted(content.keys() ^ keys)
         raise StateFileError(f"{path}: the header lacks or should not have {quoted(wrong)}", _DAMAGED)
     return dict(content)
 
@@ -200,7 +238,7 @@ def _check_owner(path: Path, content: dict[str, str], owner: StateOwner) -> None
         raise StateFileError(f"{path} is the state of another model: {'; '.join(differing)}", hint)
 
 
-def _check_parts(kept: KeptState, owner: StateOwner, what: str) -> None:
+def check_parts(kept: KeptState, owner: StateOwner, what: str) -> None:
     """Raise StateFileError unless shapes, types and token ids are the model's."""
     expected = {part.name: ((owner.spec.layers, *part.shape), part.dtype) for part in owner.spec.parts}
     found = {name: (array.shape, array.dtype.name) for name, array in kept.saved.parts.items()}

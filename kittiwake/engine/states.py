@@ -6,9 +6,11 @@ cannot be rewound: it may be continued only by tokens that extend exactly what i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +74,15 @@ class SavedState:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.parts.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """sha-256 (hex) over the names and values of the parts: what a sequence that began from it is told by."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self.parts.items()):
+            digest.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
 
 class StateTable:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
@@ -62,14 +62,17 @@ class JinjaTemplate:
 
     def __init__(self, text: str, name: str, tokenizer: Tokenizer, tokens: Mapping[str, str] | None = None) -> None:
         self.name = name
+        self.source = text
+        self.special_tokens = dict(tokens or {})
         self._tokenizer = tokenizer
-        self._tokens = _default_end(tokenizer) | dict(tokens or {})
+        self._tokens = _default_end(tokenizer) | self.special_tokens
         self._lock = threading.Lock()
         self._environment = _Sandbox()
         if len(text) > MAX_TEMPLATE_CHARS:
             raise TokenizerError(f"{name} has {len(text)} characters, at most {MAX_TEMPLATE_CHARS} are read")
         try:
             parsed = self._environment.parse(text)
+            self._variables = meta.find_undeclared_variables(parsed)
             self._end_token = _constant(parsed, "eos_token") or self._tokens.get("eos_token")
             self._template = self._environment.from_string(_with_budget(parsed))
         except TemplateSyntaxError as error:
@@ -77,6 +80,10 @@ class JinjaTemplate:
         except (TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise TokenizerError(f"{name} cannot be compiled: {error}") from None
         self._refuse_options = {"messages", "add_generation_prompt", *self._environment.globals, *self._tokens}
+
+    def takes(self, option: str) -> bool:
+        """Whether the template reads a variable of this name, so that setting it may make a difference."""
+        return option in self._variables and option not in self._refuse_options
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

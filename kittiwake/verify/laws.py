@@ -15,7 +15,7 @@ from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import SamplingParams
 from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded
-from kittiwake.verify import value_laws
+from kittiwake.verify import cache_laws, value_laws
 from kittiwake.verify.trace import Table, Trace, fingerprint
 
 LENGTHS = (1, 2, 5, 17, 40, 66)
@@ -330,5 +330,7 @@ LAWS: dict[str, Law] = {
         bench.loaded, bench.traces, bench.draw
     ),
     "forked = fresh": lambda bench: value_laws.forked(bench.loaded, bench.traces, bench.draw),
+    "cached = fresh, from memory": lambda bench: cache_laws.from_memory(bench.loaded, bench.traces, bench.draw),
+    "cached = fresh, from disk": lambda bench: cache_laws.from_disk(bench.loaded, bench.traces, bench.draw),
     "scored = generated log-probabilities": lambda bench: value_laws.scored(bench.loaded, bench.traces, bench.draw),
 }

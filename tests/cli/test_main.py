@@ -12,7 +12,7 @@ from kittiwake import __version__, errors
 
 from .conftest import Call
 
-COMMANDS = ("run", "chat", "batch", "verify", "bench", "inspect", "doctor", "build", "eval")
+COMMANDS = ("run", "chat", "serve", "batch", "verify", "bench", "inspect", "doctor", "build", "eval")
 
 
 def test_help_names_every_command(call: Call) -> None:

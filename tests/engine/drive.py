@@ -11,8 +11,10 @@ import numpy as np
 
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.engine import Engine
+from kittiwake.engine.prefix import PrefixCache
 from kittiwake.engine.request import Delta, KeptState, SamplingParams
 from kittiwake.engine.states import StateTable
+from kittiwake.engine.stats import QueueLimits
 from kittiwake.families.contract import Model
 from kittiwake.text.tokenizer import Tokenizer
 from tests.tiny import tiny_model
@@ -25,11 +27,19 @@ def make_engine(
     max_rows: int = 2048,
     model: Model | None = None,
     tokenizer: Tokenizer | None = None,
+    cache: PrefixCache | None = None,
+    limits: QueueLimits | None = None,
 ) -> Engine:
     """An engine over the tiny model, or another."""
     loaded = tiny_model()
     return Engine(
-        model or loaded.model, tokenizer or loaded.tokenizer, slots=slots, prefill_chunk=chunk, max_rows=max_rows
+        model or loaded.model,
+        tokenizer or loaded.tokenizer,
+        slots=slots,
+        prefill_chunk=chunk,
+        max_rows=max_rows,
+        cache=cache,
+        limits=limits,
     )
 
 

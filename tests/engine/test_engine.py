@@ -211,7 +211,7 @@ def test_a_forgotten_request_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 4, 20, 25])
 def test_an_aborted_request_frees_its_slot_and_the_next_one_finds_it_clean(alone: list[list[int]], steps: int) -> None:
     """Waiting, in the middle of a prompt of 67 fed four a step, and in the middle of decoding."""
-    engine = make_engine(slots=1, chunk=4)
+    engine = make_engine(slots=1, max_rows=4)
     number = engine.add(prompt_of(67, seed=1), SamplingParams(max_tokens=50, seed=8))
     for _ in range(steps):
         engine.step()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kittiwake.engine.request import KeptState
+from kittiwake.engine.request import KeptState, RequestOptions
 from kittiwake.engine.scheduler import Plan, Request, Scheduler, Stage
 from kittiwake.engine.states import StatePart, StateSpec, StateTable
 
@@ -20,7 +20,16 @@ def make(slots: int = 8, chunk: int = 0, max_rows: int = 100) -> Scheduler:
     return Scheduler(StateTable(SPEC, slots), chunk, max_rows)
 
 
-def request(number: int, tokens: int, *, fed: int = 0, start_from: KeptState | None = None) -> Request:
+def request(
+    number: int,
+    tokens: int,
+    *,
+    fed: int = 0,
+    start_from: KeptState | None = None,
+    client: str = "",
+    priority: int = 0,
+    added_s: float = 0.0,
+) -> Request:
     return Request(
         id=number,
         answer=cast(Any, None),
@@ -28,7 +37,8 @@ def request(number: int, tokens: int, *, fed: int = 0, start_from: KeptState | N
         fed=fed,
         keep_state=False,
         start_from=start_from,
-        added_s=0.0,
+        added_s=added_s,
+        options=RequestOptions(client=client, priority=priority),
     )
 
 
@@ -110,19 +120,35 @@ def test_prompts_and_decode_rows_share_a_step_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "expected"), [(0, [10, 2]), (1, [1] * 12), (5, [5, 5, 2]), (12, [10, 2]), (50, [10, 2])]
+    ("chunk", "beside", "alone"),
+    [(0, [9, 3], [10, 2]), (1, [1] * 12, [10, 2]), (5, [5, 5, 2], [10, 2]), (50, [9, 3], [10, 2])],
 )
-def test_a_prompt_is_fed_in_chunks_within_the_rows_of_a_step(chunk: int, expected: list[int]) -> None:
-    scheduler = make(chunk=chunk, max_rows=10)
-    one = request(1, 12)
-    start(scheduler, one)
-    found = []
-    while one.due:
+def test_a_prompt_is_read_in_chunks_beside_one_who_decodes_and_as_fast_as_can_be_alone(
+    chunk: int, beside: list[int], alone: list[int]
+) -> None:
+    for others, expected in (([request(2, 2, fed=1)], beside), ([], alone)):
+        scheduler = make(chunk=chunk, max_rows=10)
+        one = request(1, 12)
+        start(scheduler, *others, one)
+        found = []
+        while one.due:
+            plan = scheduler.plan()
+            assert all(other.id in counts(plan) for other in others)
+            found.append(counts(plan)[1])
+            assert (one in plan.complete) == (one.fed + found[-1] == 12)
+            feed(plan)
+            del one.tokens[12:]
+        assert found == expected
+
+
+def test_prompts_together_keep_within_the_chunk_while_somebody_decodes() -> None:
+    scheduler = make(chunk=8, max_rows=100)
+    start(scheduler, request(1, 2, fed=1), request(2, 50), request(3, 50), request(4, 3))
+    for _ in range(10):
         plan = scheduler.plan()
-        assert plan.complete == ([one] if one.fed + plan.parts[0][1] == 12 else [])
-        found.append(plan.parts[0][1])
-        one.fed += found[-1]
-    assert found == expected
+        assert counts(plan)[1] == 1
+        assert sum(count for part, count in plan.parts if part.due > 1) <= 8
+        feed(plan)
 
 
 def test_decode_rows_come_before_prompts() -> None:
@@ -147,7 +173,7 @@ def test_with_fewer_rows_than_decoders_everyone_moves_in_turn() -> None:
 
 
 def test_a_prompt_left_out_is_served_before_one_that_was_not() -> None:
-    scheduler = make(chunk=4, max_rows=4)
+    scheduler = make(max_rows=4)
     one, other = request(1, 40), request(2, 8)
     start(scheduler, one, other)
     order = []
@@ -181,7 +207,8 @@ def test_every_prompt_is_eaten_once_in_order_within_the_budget(
             break
         batch = plan.batch()
         assert batch.rows <= max_rows
-        assert all(count <= chunk for _, count in plan.parts if chunk)
+        if chunk and any(part.due == 1 for part in scheduler.running):
+            assert sum(count for part, count in plan.parts if part.due > 1) <= chunk
         for index, (part, count) in enumerate(plan.parts):
             eaten[part.id] += batch.token_ids[batch.starts[index] : batch.starts[index + 1]].tolist()
             part.fed += count
@@ -201,3 +228,198 @@ def test_a_prompt_moves_on_even_while_decoders_alone_could_fill_every_step() -> 
         feed(plan)
     assert eaten[3] >= 4
     assert min(eaten[1], eaten[2]) >= 4
+
+
+# Several clients
+
+
+def run_out(scheduler: Scheduler, steps: int) -> list[int]:
+    """Let requests of one token each have a slot for one step; who got one, in order."""
+    order = []
+    for step in range(steps):
+        for one in scheduler.admit(float(step)):
+            order.append(one.id)
+        for one in list(scheduler.running):
+            scheduler.remove(one)
+    return order
+
+
+def test_a_client_with_many_requests_does_not_keep_another_from_a_slot() -> None:
+    scheduler = make(slots=4)
+    for number in range(1, 101):
+        scheduler.add(request(number, 3, client="many"))
+    for number in range(101, 104):
+        scheduler.add(request(number, 3, client="few"))
+    admitted = [one.options.client for one in scheduler.admit(0.0)]
+    assert sorted(admitted) == ["few", "few", "many", "many"]
+
+
+def test_the_client_that_holds_fewer_slots_gets_the_next_one() -> None:
+    scheduler = make(slots=3)
+    start(scheduler, *(request(number, 3, client="a") for number in (1, 2, 3, 4)))
+    late = request(9, 3, client="b")
+    scheduler.add(late)
+    scheduler.remove(scheduler.running[0])
+    scheduler.admit(1.0)
+    assert late in scheduler.running
+
+
+def test_prefill_rows_are_shared_over_clients_however_many_prompts_each_has() -> None:
+    scheduler = make(slots=8, chunk=10, max_rows=100)
+    prompts = [request(number, 1000, client="a") for number in range(2, 7)]
+    lone = request(7, 1000, client="b")
+    start(scheduler, request(1, 2, fed=1, client="c"), *prompts, lone)
+    for _ in range(40):
+        feed(scheduler.plan())
+    rows = sum(one.fed for one in prompts)
+    assert abs(rows - lone.fed) <= 20
+    assert max(one.fed for one in prompts) - min(one.fed for one in prompts) <= 20
+
+
+def test_a_short_prompt_gets_through_beside_an_endless_one_of_another_client() -> None:
+    scheduler = make(chunk=10, max_rows=100)
+    start(scheduler, request(1, 2, fed=1, client="c"), request(2, 100_000, client="a"))
+    for _ in range(50):
+        feed(scheduler.plan())
+    short = request(3, 15, client="b")
+    start(scheduler, short)
+    for _ in range(4):
+        feed(scheduler.plan())
+    assert short.fed >= 15
+
+
+def test_a_client_that_comes_back_catches_up_on_nothing() -> None:
+    scheduler = make(chunk=10, max_rows=100)
+    decoder, busy = request(1, 2, fed=1, client="c"), request(2, 100_000, client="busy")
+    start(scheduler, decoder, busy)
+    for _ in range(100):
+        feed(scheduler.plan())
+    late = request(3, 100_000, client="late")
+    start(scheduler, late)
+    before = busy.fed
+    for _ in range(40):
+        feed(scheduler.plan())
+    assert abs((busy.fed - before) - late.fed) <= 20  # level from now on, up to a chunk each
+
+
+def test_priority_goes_first() -> None:
+    scheduler = make(slots=1)
+    for number, priority in ((1, -3), (2, 0), (3, 5), (4, 0), (5, 5)):
+        scheduler.add(request(number, 1, priority=priority))
+    assert run_out(scheduler, 5) == [3, 5, 2, 4, 1]
+
+
+def test_a_low_priority_waits_but_not_for_ever() -> None:
+    scheduler = make(slots=1)
+    scheduler.add(request(1, 1, priority=-10))
+    number, now_s = 2, 0.0
+    while not any(one.id == 1 for one in scheduler.running):
+        for one in list(scheduler.running):
+            scheduler.remove(one)
+        scheduler.add(request(number, 1, priority=10, client=f"client {number}", added_s=now_s))
+        scheduler.admit(now_s)
+        number, now_s = number + 1, now_s + 1.0
+        assert now_s < 120, "starved"
+    assert now_s > 90
+
+
+def test_a_client_with_a_slot_waits_behind_newcomers_but_not_for_ever() -> None:
+    """Those with fewer slots go first, so that clients that come anew all the time could keep it out."""
+    scheduler = make(slots=2)
+    holder = request(1, 1, client="a")
+    start(scheduler, holder)
+    second = request(2, 1, client="a")
+    scheduler.add(second)
+    number, now_s = 3, 0.0
+    while second not in scheduler.running:
+        for one in list(scheduler.running):
+            if one is not holder:
+                scheduler.remove(one)
+        scheduler.add(request(number, 1, client=f"client {number}", added_s=now_s))
+        scheduler.admit(now_s)
+        number, now_s = number + 1, now_s + 0.5
+        assert now_s < 20, "starved"
+
+
+def test_figures_of_clients_that_are_gone_are_forgotten() -> None:
+    scheduler = make(slots=2)
+    for number in range(1, 5000):
+        one = request(number, 1, client=f"client {number}")
+        start(scheduler, one)
+        feed(scheduler.plan())
+        scheduler.remove(one)
+    assert not scheduler.shares.slots
+    assert len(vars(scheduler.shares)["_rows"]) == 0
+    assert len(scheduler.waiting) == 0 and not list(scheduler.waiting)
+
+
+def test_an_old_queue_of_one_client_does_not_hold_up_another_that_comes_later() -> None:
+    scheduler = make(slots=4)
+    for number in range(1, 500):
+        scheduler.add(request(number, 1, client="many"))
+    number, now_s, waited = 500, 0.0, []
+    for step in range(200):
+        now_s += 0.5
+        if scheduler.running:
+            scheduler.remove(scheduler.running[0])
+        if step > 120 and step % 10 == 0:
+            number += 1
+            waited.append(request(number, 1, client="late", added_s=now_s))
+            scheduler.add(waited[-1])
+        scheduler.admit(now_s)
+        assert all(one.admitted_s > 0 for one in waited), "each gets the next slot that is free"
+    assert len(waited) > 5
+
+
+def test_a_prompt_that_runs_for_long_does_not_hold_up_short_ones_of_others() -> None:
+    scheduler = make(slots=8, chunk=10, max_rows=100)
+    start(scheduler, request(1, 2, fed=1, client="c"), request(2, 100_000, client="a"))
+    now_s = 1.0
+    for _ in range(300):
+        feed(scheduler.plan())
+        now_s += 1.0
+        scheduler.admit(now_s)
+    shorts = [request(3 + index, 40, client="b", added_s=now_s) for index in range(3)]
+    for one in shorts:
+        scheduler.add(one)
+    for _ in range(3 * 4 * 2 + 4):
+        scheduler.admit(now_s)
+        feed(scheduler.plan())
+        now_s += 1.0
+    assert all(one.fed >= 40 for one in shorts)
+
+
+def test_rows_of_a_higher_priority_cost_its_client_less_but_leave_the_others_some() -> None:
+    scheduler = make(slots=8, chunk=10, max_rows=100)
+    high, low = request(2, 100_000, client="a", priority=10), request(3, 100_000, client="b", priority=-10)
+    start(scheduler, request(1, 2, fed=1, client="c"), high, low)
+    for _ in range(400):
+        feed(scheduler.plan())
+    assert low.fed >= 4000 / 40 and high.fed > 10 * low.fed
+
+
+def test_a_low_priority_of_the_same_client_is_read_too_beside_high_ones() -> None:
+    scheduler = make(slots=8, chunk=10, max_rows=100)
+    high, low = request(2, 100_000, priority=10), request(3, 100_000, priority=-10)
+    start(scheduler, request(1, 2, fed=1, client="c"), high, low)
+    now_s = 0.0
+    for _ in range(250):
+        scheduler.admit(now_s)
+        feed(scheduler.plan())
+        now_s += 1.0
+    assert 0 < low.fed < high.fed / 10
+
+
+def test_a_prompt_stops_at_its_marks() -> None:
+    scheduler = make(max_rows=100)
+    one = request(1, 30)
+    one.marks = [7, 20]
+    start(scheduler, one)
+    found = []
+    while one.due:
+        plan = scheduler.plan()
+        found.append(counts(plan)[1])
+        assert plan.complete == [one] and plan.batch().want_rows.tolist() == [found[-1] - 1]
+        one.fed += found[-1]
+        one.marks = [mark for mark in one.marks if mark > one.fed]
+    assert found == [7, 13, 10]

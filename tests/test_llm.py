@@ -267,8 +267,8 @@ def test_options_that_do_not_exist_or_contradict_are_refused(tmp_path: Path) -> 
         LLM(tmp_path, config=EngineConfig(), threads=1)
     for options, message in (
         ({"slots": 0}, "slots must be a whole number from 1 to 1048576, got 0"),
-        ({"dtype": "int8"}, "dtype must be one of auto, fp32, bf16, got 'int8'"),
-        ({"device": "tpu"}, "device must be one of auto, cpu, got 'tpu'"),
+        ({"dtype": "int8"}, "dtype must be one of auto, fp32, fp16, bf16, got 'int8'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"max_rows": True}, "max_rows must be a whole number"),
         ({"prefill_chunk": -1}, "prefill_chunk must be a whole number from 0 to 2147483647, got -1"),
         ({"threads": 1.5}, "threads must be a whole number"),

@@ -40,11 +40,16 @@ class Answer:
         self._ended_by_token = False
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end the answer."""
+        return tuple(sorted(self._ends))
+
+    @property
     def banned_now(self) -> tuple[int, ...]:
         """Ids the next token may not be: ends of the answer while it is shorter than ``min_tokens``."""
         if len(self.tokens) >= self.params.min_tokens:
             return ()
-        return tuple(sorted(self._ends))
+        return self.ends
 
     @property
     def is_decided(self) -> bool:

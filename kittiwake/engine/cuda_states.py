@@ -19,6 +19,8 @@ class CudaStateTable(StateTable):
     def __init__(self, spec: StateSpec, slots: int, device: torch.device) -> None:
         self.device = device
         super().__init__(spec, slots)
+        self.drawn = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        """The token drawn last for each slot, which a row given as a negative id eats."""
         self._rooms: dict[str, torch.Tensor] = {}
         self.graphs: dict[Any, Any] = {}
         """Captured graphs that read and write these very tensors; the model that captures them keeps them here."""

@@ -12,10 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kittiwake.engine.answer import Answer
+from kittiwake.engine.flight import Flight
 from kittiwake.engine.prefix import Origin, PrefixCache
 from kittiwake.engine.request import (
     Delta,
@@ -28,7 +30,7 @@ from kittiwake.engine.request import (
 )
 from kittiwake.engine.reuse import Reuse
 from kittiwake.engine.runner import Runner
-from kittiwake.engine.sampler import Draw, Drawn, adjustments_for, sample, warm_up
+from kittiwake.engine.sampler import Draw, Drawn, adjustments_for, describe, fault, sample, warm_up
 from kittiwake.engine.scheduler import Plan, Request, Scheduler, Stage
 from kittiwake.engine.states import SavedState
 from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
@@ -36,6 +38,9 @@ from kittiwake.engine.token_tree import as_tokens
 from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
 from kittiwake.families.contract import Model
 from kittiwake.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kittiwake.engine.device_steps import DeviceSteps
 
 
 class Engine:
@@ -57,7 +62,8 @@ class Engine:
         self.observer: Callable[[StepReport], None] | None = None
         """Told of every step that ran rows, while the engine waits: it must be quick and must not raise."""
         self._cache, self._limits = cache, limits or QueueLimits()
-        self._reuse = Reuse(self.runner.states, cache)
+        # on a device the host reads tokens a step late, when a slot has eaten one more: answers' states are not kept
+        self._reuse = Reuse(self.runner.states, cache, answers=model.device == "cpu")
         self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows, self._reuse)
         self._totals = Totals()
         self._deadlines: list[tuple[float, int]] = []
@@ -69,11 +75,13 @@ class Engine:
         self._lock = threading.RLock()
         warm_up()
         self._never = tuple(i for i in range(model.config.vocab_size) if not tokenizer.is_valid(i))
+        self._device = self.runner.device_steps(self._never)
+        self._flight: Flight | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        return bool(self._scheduler.waiting or self._scheduler.running or self._flight is not None)
 
     @property
     def free_slots(self) -> int:
@@ -188,19 +196,28 @@ class Engine:
             begin_s = time.perf_counter()
             expired = self._expire(begin_s)
             self._note_admitted(self._scheduler.admit(begin_s))
-            ready = [r for r in self._scheduler.running if r.due == 0]  # a kept state's logits, nothing to eat
+            # a kept state's logits, nothing to eat
+            ready = [r for r in self._scheduler.running if r.due == 0 and not r.pending]
             for request in ready:
                 self._reuse.save_at_mark(request)
             plan = self._scheduler.plan()
-            if not plan.parts and not ready:
+            if not plan.parts and not ready and self._flight is None:
                 return expired
+            if self._device is not None:
+                self._step_on_device(self._device, plan, ready)
+                self._report(plan, begin_s)
+                return True
             with self._ending([request for request, _ in plan.parts]):
                 rows = self._run(plan) if plan.parts else []
             with self._ending([*ready, *(request for request, _ in plan.parts)]):
                 self._deliver([(request, np.asarray(request.logits)) for request in ready] + rows)
-            if self.observer is not None and plan.parts:
-                self.observer(plan.report((time.perf_counter() - begin_s) * 1e3))
+            self._report(plan, begin_s)
             return True
+
+    def _report(self, plan: Plan, begin_s: float) -> None:
+        """Tell the observer of a step."""
+        if self.observer is not None and plan.parts:
+            self.observer(plan.report((time.perf_counter() - begin_s) * 1e3))
 
     def _expire(self, now_s: float) -> bool:
         """End requests whose time is up."""
@@ -247,6 +264,96 @@ class Engine:
             self._post_progress(request)
         return list(zip(complete, logits, strict=True))
 
+    def _step_on_device(self, device: DeviceSteps, plan: Plan, ready: list[Request]) -> None:
+        """Launch a step, then read the tokens of the one before it, while the device works."""
+        if ready:
+            with self._ending(ready):
+                for request in ready:
+                    self._prepare_draw(device, request)
+                known = np.stack([np.asarray(request.logits) for request in ready])
+                self._land(device, device.launch_known(known, self._flight_of(ready, ready)))
+        flight = None
+        if plan.parts:
+            with self._ending([request for request, _ in plan.parts]):
+                flight = self._launch(device, plan)
+        before, self._flight = self._flight, flight
+        if before is not None:
+            with self._ending(before.rows):
+                self._land(device, before)
+        if flight is not None and flight.must_land:
+            self._flight = None
+            with self._ending(flight.rows):
+                self._land(device, flight)
+
+    def _launch(self, device: DeviceSteps, plan: Plan) -> Flight:
+        """Enqueue a plan and the draws that it leads to."""
+        batch, complete = plan.batch(), plan.complete
+        whole = {id(request) for request, count in plan.parts if count == request.due}
+        drawn = [one for one in complete if one.stage is Stage.RUNNING and id(one) in whole]
+        for request in drawn:
+            self._prepare_draw(device, request)
+        for request, count in plan.parts:
+            request.fed += count
+        flight = self._flight_of(complete, drawn)
+        device.launch(batch, flight)
+        for request, _ in plan.parts:
+            self._reuse.save_at_mark(request)
+            self._post_progress(request)
+        flight.must_land = flight.must_land or any(request.taken is not None for request in complete)
+        return flight
+
+    def _prepare_draw(self, device: DeviceSteps, request: Request) -> None:
+        """Bring the sampler's settings of a slot up to its next draw."""
+        answer, params = request.answer, request.answer.params
+        count = len(answer.tokens) + request.pending
+        if count == 0:
+            before = request.start_from.tokens if request.start_from is not None else ()
+            given = (*before, *request.tokens) if params.repetition_penalty != 1.0 else ()
+            device.begin(request.slot, params, request.position, given, answer.banned_now)
+        elif count == params.min_tokens:
+            device.let_end(request.slot, answer.ends)
+
+    def _flight_of(self, rows: list[Request], drawn: list[Request]) -> Flight:
+        """A flight yet to be launched; its requests count the token to come."""
+        for request in drawn:
+            request.pending += 1
+            params, count = request.answer.params, len(request.answer.tokens) + request.pending
+            request.runs_ahead = count < params.max_tokens and self._is_free(request, count)
+        settles = any(request.stage is Stage.SETTLING for request in rows)
+        waits = any(not self._is_free(request, len(request.answer.tokens) + request.pending) for request in drawn)
+        return Flight(rows, drawn, settles or waits)
+
+    @staticmethod
+    def _is_free(request: Request, count: int) -> bool:
+        """Whether nothing but its token is wanted of a row, so that the host need not see it before the next one."""
+        params = request.answer.params
+        return not (request.keep_state or params.logprobs or count < params.min_tokens)
+
+    def _land(self, device: DeviceSteps, flight: Flight) -> None:
+        """Read what a flight drew and go on from there."""
+        tokens = device.land(flight)
+        now_s = time.perf_counter()
+        alive = [request for request in flight.rows if request.stage is not Stage.DONE]
+        for request in alive:
+            if request.taken is not None:
+                self._scheduler.add_first(self._reuse.publish(request, flight.row(request)), now_s)
+        for request in alive:
+            if request.stage is Stage.SETTLING and request.due == 0:
+                self._end_kept(request, flight.row(request))
+        for request in flight.drawn:
+            request.pending -= 1
+            if request.stage is not Stage.RUNNING:
+                continue
+            request.first_token_s = request.first_token_s or now_s
+            token = tokens[request.slot]
+            if token < 0:
+                self._end(request, "error", error=fault(token))
+                continue
+            params = request.answer.params
+            row = flight.row(request) if request.keep_state or params.logprobs else None
+            described = describe(row, params, token) if row is not None else Drawn(token)
+            self._take(request, token, row, self._logprobs(request, token, described))
+
     def _deliver(self, rows: list[tuple[Request, np.ndarray]]) -> None:
         """Sample a token for each row, or settle a request whose state is to be kept."""
         for request, row in rows:
@@ -286,7 +393,7 @@ class Engine:
     def _bytes(self, token: int) -> bytes:
         return self.tokenizer.token_bytes(token) if self.tokenizer.is_valid(token) else b""
 
-    def _take(self, request: Request, token: int, row: np.ndarray, logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _take(self, request: Request, token: int, row: np.ndarray | None, logprobs: tuple[TokenLogprob, ...]) -> None:
         """A token was drawn from ``row``, the logits after everything the slot has eaten."""
         was_decided = request.answer.is_decided
         step = request.answer.push(token)
@@ -299,7 +406,7 @@ class Engine:
             if request.answer.is_decided:
                 request.snapshot = None
             elif was_decided:
-                request.snapshot = (request.fed, self.runner.states.save(request.slot), row)
+                request.snapshot = (request.fed, self.runner.states.save(request.slot), np.asarray(row))
         if step.finish_reason is None:
             request.tokens.append(token)
             self._post(Delta(request.id, step.text, (token,), logprobs=logprobs))
@@ -353,6 +460,8 @@ class Engine:
     ) -> None:
         """Free the slot and post the last Delta. Those who waited for its prompt eat it themselves."""
         now_s = time.perf_counter()
+        if self._device is not None and request.slot:
+            self._device.end(request.slot)
         self._scheduler.remove(request)
         self._leave(request, now_s)
         del self._requests[request.id]

@@ -29,8 +29,10 @@ CLOSE_TOKENS = 128
 class Reuse:
     """Finds prefixes for requests that get a slot, takes states at their marks, and lets requests wait for others."""
 
-    def __init__(self, states: StateTable, cache: PrefixCache | None = None) -> None:
+    def __init__(self, states: StateTable, cache: PrefixCache | None = None, *, answers: bool = True) -> None:
         self._states, self.cache = states, cache
+        self._answers = answers
+        """Whether states after answers are kept too."""
 
     def open(self, request: Request) -> None:
         """A request was added: say why it finds nothing in the cache, or get ready to look for its prefix."""
@@ -128,7 +130,7 @@ class Reuse:
 
     def wants_answer(self, request: Request) -> bool:
         """Whether the state after the answer is worth keeping, however long the answer turns out to be."""
-        return self.cache is not None and request.origin is not None and request.options.cache.answer
+        return self._answers and self.cache is not None and request.origin is not None and request.options.cache.answer
 
     def is_worth_keeping(self, request: Request, count: int) -> bool:
         """Whether a state after ``count`` of the request's tokens saves enough over the last one taken."""

@@ -1,6 +1,9 @@
-"""Batch → forward. The place where a device keeps its captured graphs; the CPU runs every batch as it comes."""
+"""Batch → forward. On a device the model replays captured graphs, and drawing stays there too."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,6 +12,9 @@ from kittiwake.engine.states import new_states
 from kittiwake.errors import RequestError
 from kittiwake.families.contract import Model
 
+if TYPE_CHECKING:
+    from kittiwake.engine.device_steps import DeviceSteps
+
 
 class Runner:
     """Runs a model's forward over a state table."""
@@ -16,6 +22,18 @@ class Runner:
     def __init__(self, model: Model, slots: int) -> None:
         self.model = model
         self.states = new_states(model, slots)
+
+    def device_steps(self, never: Sequence[int]) -> DeviceSteps | None:
+        """What launches steps where the model is on a device, its graphs captured; None on the CPU."""
+        if self.model.device == "cpu":
+            return None
+        from kittiwake.engine.cuda_states import CudaStateTable
+        from kittiwake.engine.device_steps import DeviceSteps, DrawableModel
+
+        model: DrawableModel = self.model  # type: ignore[assignment]
+        assert isinstance(self.states, CudaStateTable)
+        model.capture_decoding(self.states)
+        return DeviceSteps(model, self.states, self.model.config.vocab_size, never)
 
     def run(self, batch: Batch) -> np.ndarray:
         """Float32 logits [W, vocab] of the wanted rows; the states of the batch's slots move on."""

@@ -92,17 +92,22 @@ class Drawn:
     """(id, log-probability) of the likeliest tokens, as many as were asked for."""
 
 
-def _fault(code: int) -> Drawn:
-    """The outcome of a row from which nothing can be drawn."""
+def fault(code: int) -> KittiwakeError:
+    """Why nothing can be drawn from a row."""
     if code == NOT_FINITE:
-        return Drawn(None, KittiwakeError("no token can be drawn: the logits are not finite"))
-    return Drawn(
-        None,
-        RequestError(
-            "no token can be drawn: every one is banned",
-            "logit_bias -100, min_tokens (ends of text and stop ids) and ids the tokenizer does not use ban",
-        ),
+        return KittiwakeError("no token can be drawn: the logits are not finite")
+    return RequestError(
+        "no token can be drawn: every one is banned",
+        "logit_bias -100, min_tokens (ends of text and stop ids) and ids the tokenizer does not use ban",
     )
+
+
+def describe(row: np.ndarray, params: SamplingParams, token: int) -> Drawn:
+    """A token drawn from float32 logits [vocab] with the log-probabilities that ``params`` ask for."""
+    drawn = [Drawn(token)]
+    if params.logprobs:
+        _describe(row[None], [Draw(params, 0)], [0], drawn)
+    return drawn[0]
 
 
 def sample(logits: np.ndarray, draws: Sequence[Draw]) -> list[Drawn]:
@@ -129,7 +134,7 @@ def sample(logits: np.ndarray, draws: Sequence[Draw]) -> list[Drawn]:
         np.array([d.position for d in draws], dtype=np.uint64),
         out,
     )
-    drawn = [Drawn(token) if token >= 0 else _fault(token) for token in out.tolist()]
+    drawn = [Drawn(token) if token >= 0 else Drawn(None, fault(token)) for token in out.tolist()]
     if untouched is not None:
         _describe(untouched, draws, described, drawn)
     return drawn

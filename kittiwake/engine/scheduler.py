@@ -17,6 +17,9 @@ from kittiwake.engine.sampler import Adjustments
 from kittiwake.engine.states import SavedState, StateTable
 from kittiwake.engine.stats import StepReport
 
+DRAWN = -1
+"""Stands for the token that was drawn last for a slot, which only the device knows yet."""
+
 
 class Stage(Enum):
     """Where a request stands."""
@@ -85,10 +88,16 @@ class Request:
     waited_s: float = 0.0
     """How long it was held."""
     cache_use: CacheUse = field(default_factory=CacheUse)
+    pending: int = 0
+    """Tokens drawn on the device that the host has not read yet."""
+    runs_ahead: bool = False
+    """Whether its slot may eat such a token."""
 
     @property
     def due(self) -> int:
-        """Tokens its slot has yet to eat."""
+        """Tokens its slot has yet to eat and may eat now."""
+        if self.pending:
+            return 1 if self.runs_ahead else 0
         return len(self.tokens) - self.fed
 
     @property
@@ -116,7 +125,10 @@ class Plan:
     def batch(self) -> Batch:
         """The packed rows; only a request that eats its last due token, or comes to a mark, wants logits."""
         return Batch.pack(
-            [(request.slot, request.tokens[request.fed : request.fed + count]) for request, count in self.parts],
+            [
+                (request.slot, [DRAWN] if request.pending else request.tokens[request.fed : request.fed + count])
+                for request, count in self.parts
+            ],
             [[count - 1] if count == request.due_to_mark else [] for request, count in self.parts],
         )
 

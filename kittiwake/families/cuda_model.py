@@ -23,6 +23,7 @@ from kittiwake.families.cuda_rows import (
     RowBuffer,
     Rows,
     Shape,
+    bucket,
     cut,
     nobody,
     own_shape,
@@ -58,9 +59,6 @@ class CudaModel:
         self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)
         self.norms = {name: self.vector(2, width) for name in ("embedding_norm", "output_norm")}
         self.head = CudaGroup([CudaProduct("head.weight", width, vocab)], self.element, self.place)
-        self.drawn: torch.Tensor | None = None
-        """int64 [S], the token drawn last for each slot, which rows given as FROM_DEVICE eat."""
-        self._no_tokens = torch.zeros(1, dtype=torch.int64, device=self.place)
         self._lock = threading.RLock()
         self._rooms: dict[str, torch.Tensor] = {}
         self._rows: RowBuffer | None = None
@@ -147,7 +145,7 @@ class CudaModel:
     ) -> np.ndarray:
         """Run packed rows; see :class:`kittiwake.families.contract.Model`."""
         out = np.empty((len(batch.want_rows), self.vocab), dtype=np.float32)
-        with self._lock, exact_products():
+        with self._lock:
             for piece in cut(batch, self.most_rows):
                 if hidden or len(piece.want) > MOST_WANTED:
                     copies = _Hidden(hidden, piece) if hidden else None
@@ -162,10 +160,10 @@ class CudaModel:
 
     def forward_on_device(self, batch: Batch, states: StateTable) -> torch.Tensor:
         """The same, enqueued: float32 logits [W, vocab] on the device, which the next call may overwrite."""
-        with self._lock, exact_products():
+        with self._lock:
             states.positions[batch.slots] += np.diff(batch.starts)
             pieces = cut(batch, self.most_rows)
-            if len(pieces) == 1 and len(pieces[0].want) == len(batch.want_rows):
+            if len(pieces) == 1:
                 return self._run(pieces[0], states)[: len(pieces[0].want)]
             out = torch.empty((len(batch.want_rows), self.vocab), dtype=torch.float32, device=self.place)
             for piece in pieces:
@@ -174,13 +172,29 @@ class CudaModel:
                     out[torch.from_numpy(piece.places).to(self.place)] = logits[: len(piece.want)]
             return out
 
+    def draw_rows(self, slots: int) -> int:
+        """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
+        return min(bucket(slots, DECODE_BUCKETS) or DECODE_BUCKETS[-1], MOST_WANTED)
+
+    def forward_to_draw(self, batch: Batch, states: CudaStateTable) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
+        size = bucket(batch.rows, DECODE_BUCKETS) if batch.rows == len(batch.slots) == len(batch.want_rows) else None
+        if size is None:
+            return self.forward_on_device(batch, states), None
+        with self._lock:
+            states.positions[batch.slots] += 1
+            shape = Shape(True, size, size, size)
+            graph, logits = self._graph(shape, states)
+            self._buffer().fill_decoding(batch, shape)
+            graph.replay()
+            return logits, self._buffer().views(shape).slots
+
     def _run(self, piece: Piece, states: StateTable) -> torch.Tensor:
         """One launch, by a graph where its shape has one. Logits [≥ W, vocab], wanted rows first and in order."""
         shape, may_keep = shape_of(piece, self.most_rows)
         if not may_keep:
             x, y = self._eager(piece, shape, states, None)
-            rows = self._buffer().views(shape)
-            logits = self._logits(x, y, rows)
+            logits = self._logits(x, y, self._buffer().views(shape))
         else:
             graph, logits = self._graph(shape, states)
             self._buffer().fill(piece, shape)
@@ -196,12 +210,12 @@ class CudaModel:
         buffer.fill(piece, shape)
         return self._layers(buffer.views(shape), states, hidden)
 
+    @exact_products()
     def _layers(self, rows: Rows, states: StateTable, hidden: _Hidden | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(states, CudaStateTable)
         x = self.room("x0", rows.shape.rows, self.width, dtype=torch.float32)
-        drawn = self._no_tokens if self.drawn is None else self.drawn
         norm = self.norms["embedding_norm"]
-        given = (rows.token_ids, rows.owners, rows.slots, drawn)
+        given = (rows.token_ids, rows.owners, rows.slots, states.drawn)
         # it waits for the whole step before: kernels behind it read states before the one in front of them has ended
         embed_rows(*given, self.embedding, norm, self.eps, x, overlap=False)
         return self.trunk(x, rows, states, hidden)
@@ -212,6 +226,7 @@ class CudaModel:
             self._head(x, y, rows.want, out)
         return out
 
+    @exact_products()
     def _head(self, x: torch.Tensor, y: torch.Tensor, want: torch.Tensor, out: torch.Tensor) -> None:
         normed = self.room("normed", len(want), self.width, most=MOST_WANTED)
         norm_rows(x, y, want, self.norms["output_norm"], self.eps, normed, overlap=self.overlap)
@@ -236,10 +251,9 @@ class CudaModel:
     def _graph(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor]:
         """The captured launch of a shape on these states, captured now where it is the first."""
         assert isinstance(states, CudaStateTable)
-        key = (shape, None if self.drawn is None else self.drawn.data_ptr())
-        if key not in states.graphs:
-            states.graphs[key] = self._capture(shape, states)
-        found: tuple[Any, torch.Tensor] = states.graphs[key]
+        if shape not in states.graphs:
+            states.graphs[shape] = self._capture(shape, states)
+        found: tuple[Any, torch.Tensor] = states.graphs[shape]
         return found
 
     def _capture(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor]:
@@ -265,7 +279,7 @@ class CudaModel:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         sizes = [size for size in DECODE_BUCKETS if size < states.slots]
         sizes.append(next((size for size in DECODE_BUCKETS if size >= states.slots), DECODE_BUCKETS[-1]))
-        with self._lock, exact_products():
+        with self._lock:
             for done, size in enumerate(reversed(sizes)):
                 self._graph(Shape(True, size, size, size), states)
                 if tell is not None:

@@ -37,6 +37,7 @@ PROMPT_BUCKETS = (
 )
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32)
 _RING = 16
+_COUNTING = np.arange(DECODE_BUCKETS[-1] + 1)
 FROM_DEVICE = -1
 """A token id that stands for: the one drawn last for this slot."""
 
@@ -82,6 +83,9 @@ def cut(batch: Batch, most_rows: int) -> list[Piece]:
     Where the cuts fall changes no bit, so nothing here depends on what else is in the batch.
     """
     lengths = np.diff(batch.starts)
+    if batch.rows == len(batch.slots) == len(batch.want_rows) <= most_rows:
+        rows = np.arange(batch.rows)
+        return [Piece(True, batch.token_ids, batch.starts, batch.slots, rows, rows, rows)]
     pieces: list[Piece] = []
     place = {int(row): index for index, row in enumerate(batch.want_rows)}
     singles = np.flatnonzero(lengths == 1)
@@ -192,6 +196,21 @@ class RowBuffer:
             starts[: sequences + 1] = piece.starts
             starts[sequences + 1 :] = rows
             want[:wanted] = piece.want
+        self._device[:length].copy_(tensor[:length], non_blocking=True)
+        event.record()
+
+    def fill_decoding(self, batch: Batch, shape: Shape) -> None:
+        """The same for a batch of one row a sequence, all wanted: the commonest by far."""
+        tensor, array, event = self._ring[self._turn]
+        self._turn = (self._turn + 1) % _RING
+        event.synchronize()
+        rows, size = batch.rows, shape.rows
+        ids, owners, starts, slots, want = _split(array, shape)
+        ids[:rows], ids[rows:] = batch.token_ids, 0
+        slots[:rows], slots[rows:] = batch.slots, SCRATCH_SLOT
+        starts[:] = _COUNTING[: size + 1]
+        owners[:] = want[:] = _COUNTING[:size]
+        length = _length(shape)
         self._device[:length].copy_(tensor[:length], non_blocking=True)
         event.record()
 

@@ -1,0 +1,209 @@
+"""Products and row kernels of the CUDA path in Triton's interpreter; test_cuda_kernels.py runs this in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton import language as tl
+from triton.runtime import interpreter
+
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
+from kittiwake.ops.matmul import triton as products
+from kittiwake.ops.matmul.cases import CASES as PRODUCT_CASES
+from kittiwake.ops.matmul.cases import MatmulCase
+from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.packed import Packed
+from kittiwake.ops.shift_mix import reference
+from kittiwake.ops.shift_mix import triton as row_kernels
+from kittiwake.ops.shift_mix.cases import CASES as SHIFT_CASES
+from kittiwake.ops.shift_mix.cases import ShiftMixCase
+from tests.ops.bits import same_bits
+from tests.ops.pieces import cut_in_two
+
+EPS = 1e-5
+CPU = torch.device("cpu")
+Arrays = dict[str, np.ndarray]
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_with_index(tensor: Any, *rest: Any) -> None:
+    """NumPy no longer takes an array of one element for a whole number, which the interpreter still asks of it."""
+    _patch(tensor, *rest)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+@pytest.fixture(autouse=True)
+def _interpretable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA's library of functions has no interpreter: stand-ins of the same meaning, not of the same bits."""
+    functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))
+    monkeypatch.setattr(products, "libdevice", functions)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+    yield
+
+
+# Products
+
+
+def made_group(*given: CudaProduct, seed: int = 0, dtype: torch.dtype = torch.float32) -> CudaGroup:
+    """A group with random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    group = CudaGroup(given, dtype, CPU)
+    for product in given:
+        group.load(product.name, torch.randn((product.columns, product.depth), generator=generator))
+    return group
+
+
+def tiled(group: CudaGroup, x: torch.Tensor, config: Config, out_dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """The outputs [M, columns], with spare columns and rows around them that must stay as they are."""
+    rows = x.shape[-2]
+    room = torch.full((rows + 3, group.columns + 5), torch.nan, dtype=out_dtype)
+    group.tiled(x, room[:rows, : group.columns], config, overlap=False)
+    assert torch.isnan(room[rows:]).all() and torch.isnan(room[:, group.columns :]).all()
+    return room[:rows, : group.columns].float().numpy()
+
+
+def expected_product(x: np.ndarray, weight: np.ndarray, activation: str = "none") -> np.ndarray:
+    """In float64: x [M, K] times weight [N, K]."""
+    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    if activation == "tanh":
+        return np.tanh(y)
+    if activation == "sigmoid":
+        return 1 / (1 + np.exp(-y))
+    return np.maximum(y, 0) ** 2 if activation == "relu2" else y
+
+
+@pytest.mark.parametrize("config", [Config(16, 16, 16, 1, 1), Config(32, 64, 32, 1, 1)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("case", PRODUCT_CASES, ids=str)
+def test_products_are_those_of_float64(case: MatmulCase, config: Config) -> None:
+    x, weight = case.make()
+    group = CudaGroup([CudaProduct("one", case.depth, case.columns)], torch.float32, CPU)
+    group.load("one", torch.from_numpy(weight.T.copy()))
+    found = tiled(group, torch.from_numpy(x), config)
+    most = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
+    assert (np.abs(found - expected_product(x, weight.T)) <= 2e-6 * most).all()
+
+
+@pytest.mark.parametrize("rows", [1, 17, 63, 65, 127])
+@pytest.mark.parametrize("bn", [16, 32])
+def test_a_group_reads_the_inputs_and_columns_of_each_product(rows: int, bn: int) -> None:
+    given = (
+        CudaProduct("a", 33, 17, 0, 0, "relu2"),
+        CudaProduct("b", 7, 40, 1, 3, "tanh"),
+        CudaProduct("c", 16, 1, 2, 16, "sigmoid"),
+        CudaProduct("d", 40, 65, 0, 0),
+    )
+    group = made_group(*given)
+    x = torch.randn((3, rows, 45), generator=torch.Generator().manual_seed(rows))
+    found = tiled(group, x, Config(16, bn, 16, 1, 1))
+    first = 0
+    for product in given:
+        rows_in = x[product.input, :, product.input_column : product.input_column + product.depth].numpy()
+        expected = expected_product(rows_in, group.matrix(product.name).numpy(), product.activation)
+        np.testing.assert_allclose(found[:, first : first + product.columns], expected, rtol=2e-5, atol=2e-5)
+        first += product.columns
+
+
+def test_squares_that_float16_cannot_hold_are_its_largest_number() -> None:
+    group = made_group(CudaProduct("a", 16, 32, activation="relu2"), dtype=torch.float16)
+    group.matrix("a").fill_(1)
+    x = torch.full((2, 16), 25.0, dtype=torch.float16)  # 400 squared is 160,000
+    x[1] = -25
+    found = tiled(group, x, Config(16, 32, 16, 1, 1), torch.float16)
+    assert (found[0] == 65504).all() and (found[1] == 0).all()
+
+
+# Embedding, norms, token shift
+
+
+def shift_mix(inputs: Arrays, starts: np.ndarray, slots: np.ndarray, spare: int = 2) -> Arrays:
+    """One shift of packed rows and spare ones, then the states written: x, out [N, M, C] and shift after it."""
+    rows, width = inputs["x"].shape
+    count, sequences = len(inputs["mix"]), len(slots)
+    padded = rows + spare
+
+    def buffer(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan)
+
+    x, y = torch.zeros((padded, width)), torch.zeros((padded, width))
+    x[:rows] = torch.from_numpy(inputs["x"])
+    has_y = len(inputs["y"]) > 0
+    if has_y:
+        y[:rows] = torch.from_numpy(inputs["y"])
+    x_out, mixed, last = buffer(padded, width), buffer(count, padded, width), buffer(2, 1, sequences, width)
+    owners = np.concatenate([np.repeat(np.arange(sequences), np.diff(starts)), np.full(spare, -1)])
+    meta = [torch.from_numpy(np.asarray(array, dtype=np.int32)) for array in (owners, starts, slots)]
+    norm = torch.from_numpy(np.stack([inputs["weight"], inputs["bias"]]))
+    shift, other = torch.from_numpy(inputs["shift"].copy())[None], torch.from_numpy(inputs["shift"].copy())[None]
+    row_kernels.shift_mix(
+        x, y if has_y else None, x_out, norm, EPS, torch.from_numpy(inputs["mix"]), shift[0], *meta, mixed, last[0, 0],
+        overlap=False,
+    )  # fmt: skip
+    last[1] = last[0] * 2
+    row_kernels.commit_shifts(last, shift, other, meta[2], overlap=False)
+    named = torch.from_numpy(np.asarray(slots, dtype=np.int64))
+    assert torch.equal(other[0, named], shift[0, named] * 2)
+    out = mixed[:, :rows].permute(1, 0, 2).contiguous().numpy()
+    return {"x": x_out[:rows].numpy(), "out": out, "shift": shift[0].numpy()}
+
+
+@pytest.mark.parametrize("case", SHIFT_CASES, ids=str)
+def test_a_shift_agrees_with_the_reference(case: ShiftMixCase) -> None:
+    inputs, packed = case.make(), case.packed
+    x = inputs["x"] + inputs["y"] if case.adds else inputs["x"]
+    shift = inputs["shift"].copy()
+    expected = reference.shift_mix(
+        x, inputs["weight"], inputs["bias"], EPS, packed.starts, packed.slots, shift, inputs["mix"]
+    )
+    found = shift_mix(inputs, packed.starts, packed.slots)
+    assert same_bits(found["x"], x)
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found["out"], expected, rtol=0, atol=2e-6 * scale)
+    np.testing.assert_allclose(found["shift"], shift, rtol=0, atol=2e-6 * scale)
+    others = np.setdiff1d(np.arange(packed.table_slots), packed.slots)
+    assert same_bits(found["shift"][others], inputs["shift"][others])
+
+
+@pytest.mark.parametrize("case", SHIFT_CASES, ids=str)
+def test_cuts_change_no_bit_of_a_shift(case: ShiftMixCase) -> None:
+    """Both layouts are among the launches: one program a mix for few rows, one program a row for many."""
+    inputs = case.make()
+    expected = shift_mix(inputs, case.packed.starts, case.packed.slots)
+    for rows, starts, slots in cut_in_two(case.packed, 1):
+        part = inputs | {"x": inputs["x"][rows], "y": inputs["y"][rows] if case.adds else inputs["y"]}
+        found = shift_mix(part, starts, slots, spare=len(rows) % 3)
+        assert same_bits(found["out"], expected["out"][rows]) and same_bits(found["x"], expected["x"][rows])
+        inputs["shift"] = found["shift"]
+    assert same_bits(inputs["shift"], expected["shift"])
+
+
+@pytest.mark.parametrize("width", [1, 63, 65, 128])
+def test_embedded_rows_are_gathered_and_normed_or_those_drawn_last(width: int) -> None:
+    rng = np.random.default_rng(width)
+    table = torch.from_numpy(rng.standard_normal((11, width)).astype(np.float32)).half()
+    norm = torch.from_numpy(rng.standard_normal((2, width)).astype(np.float32))
+    ids = torch.tensor([10, 0, -1, 3, -1], dtype=torch.int32)
+    owners, slots = torch.arange(5, dtype=torch.int32), torch.tensor([4, 1, 3, 2, 0], dtype=torch.int32)
+    drawn = torch.tensor([-7, 9, 9, 5, 9])  # a fault of the sampler stands below 0: any row will do, but none outside
+    x = torch.full((5, width), torch.nan)
+    row_kernels.embed_rows(ids, owners, slots, drawn, table, norm, EPS, x, overlap=False)
+    expected = reference.layer_norm(table.float().numpy()[[10, 0, 5, 3, 0]], norm[0].numpy(), norm[1].numpy(), EPS)
+    np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("width", [1, 63, 65])
+def test_wanted_rows_are_added_up_and_normed(width: int) -> None:
+    case = ShiftMixCase(Packed((65,)), width, 1, True)
+    inputs = case.make()
+    want = torch.tensor([64, 0, 33, 33], dtype=torch.int32)
+    norm = torch.from_numpy(np.stack([inputs["weight"], inputs["bias"]]))
+    out = torch.full((4, width), torch.nan)
+    row_kernels.norm_rows(torch.from_numpy(inputs["x"]), torch.from_numpy(inputs["y"]), want, norm, EPS, out, overlap=False)
+    rows = (inputs["x"] + inputs["y"])[want.numpy()]
+    expected = reference.layer_norm(rows, inputs["weight"], inputs["bias"], EPS)
+    np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    assert same_bits(out[2].numpy(), out[3].numpy())

@@ -1,0 +1,240 @@
+"""The CUDA path's kernels without a card: they compile for four kinds of card, and the Triton ones run interpreted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kittiwake.errors import DeviceError
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')")
+
+from kittiwake.ops import nvrtc
+from kittiwake.ops.matmul import cuda as products
+from kittiwake.ops.matmul.cuda import Narrow
+from kittiwake.ops.wkv7 import cuda as scans
+
+INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")
+ROOT = Path(__file__).parents[2]
+CARDS = (80, 90, 100, 120)
+DTYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+cards = pytest.mark.parametrize("capability", CARDS)
+needs_nvrtc = pytest.mark.skipif(
+    not nvrtc.is_available(), reason="cuda-bindings with NVRTC is not installed (the extra 'cuda')"
+)
+
+
+@pytest.mark.slow
+def test_the_kernels_agree_with_the_references_in_the_interpreter() -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    # the interpreter computes in numpy, which warns where a card gives infinity
+    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+# Triton, ahead of time
+
+
+def built(kernel: Any, capability: int, types: Mapping[str, str], fixed: Mapping[str, Any], **options: Any) -> Any:
+    """A kernel compiled for a card as a launch of it would be, whatever is not fixed being a number or an address."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name == "C" or name.endswith("stride")
+    }
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cards
+def test_products_compile(capability: int, dtype: torch.dtype) -> None:
+    from kittiwake.layers.cuda_linear import default_tile
+    from kittiwake.ops.matmul.triton import rows_kernel
+
+    types = {name: DTYPES[dtype] for name in "xwy"}
+    types |= {"tiles": "*i64", "activations": "*i32"} | {name: "i32" for name in ("M", "x_stride", "x_group", "y_stride")}
+    for rows, depth, is_grouped in ((1, 2048, True), (32, 40, True), (1000, 768, False)):
+        tile = default_tile(depth, dtype, rows, is_grouped)
+        fixed = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "EVEN": depth % tile.bk == 0, "ALIGN": 16, "PADDED": 16}
+        overlap = {"launch_pdl": True} if capability >= 90 else {}
+        kernel = built(
+            rows_kernel, capability, types, fixed | {"PRECISION": "ieee", "OVERLAP": bool(overlap)},
+            num_warps=tile.warps, num_stages=tile.stages, **overlap,
+        )  # fmt: skip
+        assert len(kernel.asm["cubin"]) > 0
+        assert kernel.metadata.shared <= 99 * 1024  # what a block of the smallest of these cards may have
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [96, 768, 4096])
+@cards
+def test_row_kernels_compile_and_contract_nothing(capability: int, width: int) -> None:
+    """A multiply-add here and a product with a sum there would round a row's norm in two ways."""
+    from kittiwake.ops.shift_mix import triton as rows
+
+    types = {name: "*fp32" for name in ("x", "x_out", "norm", "mixes", "shift", "last", "weight", "bias", "first", "second")}
+    types |= {name: "*fp16" for name in ("y", "mixed", "table", "out")} | {"drawn": "*i64", "eps": "fp32"}
+    types |= {name: "*i32" for name in ("ids", "owners", "slots", "starts", "rows")}
+    types |= {name: "i32" for name in ("C", "mixed_stride", "L", "B", "S")}
+    overlap = capability >= 90
+    options = rows._options(width, overlap)
+    fixed = {name: options.pop(name) for name in ("BLOCK", "OVERLAP", "EARLY")}
+    shifts = [{"HAS_Y": has_y, "MIXES": mixes, "SPLIT": split}
+              for has_y, mixes, split in ((False, 6, True), (True, 6, False), (True, 1, True))]  # fmt: skip
+    for kernel, more in (
+        (rows.embed_kernel, {}),
+        *((rows.shift_kernel, given) for given in shifts),
+        (rows.norm_kernel, {}),
+        (rows.commit_kernel, {}),
+    ):
+        code = built(kernel, capability, types, fixed | more, **options).asm
+        assert len(code["cubin"]) > 0
+        assert "fma.rn" not in code["ptx"]
+
+
+# CUDA C++, by NVRTC
+
+
+def narrow_layouts() -> list[tuple[int, Narrow]]:
+    """Every layout that the tuning tries, for every row count it is compiled for."""
+    from kittiwake.layers.cuda_probe import _NARROW
+
+    sizes = {1: (1,), 8: (8,)}
+    return [(size, Narrow(*layout)) for most, layouts in _NARROW.items() for layout in layouts for size in sizes[most]]
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@cards
+def test_narrow_products_compile(capability: int) -> None:
+    arch = f"sm_{capability}"
+    for dtype in (torch.float16, torch.bfloat16):
+        for rows, config, is_wide_out in (
+            (1, Narrow(), False),
+            (8, Narrow(32, 8, 256, 4), True),
+            (16, Narrow(32, 16, 128, 3), False),
+            (64, Narrow(64, 16, 128, 2), True),
+        ):
+            given = products.defines(dtype, config, rows, is_wide_out=is_wide_out)
+            assert nvrtc.compile_source(products.source(), given, arch)
+    given = products.defines(torch.float32, Narrow(), 8, is_wide_out=False)  # the activations alone
+    assert nvrtc.compile_source(products.source(), given, arch)
+
+
+@pytest.mark.slow
+@needs_nvrtc
+def test_every_layout_that_is_tried_compiles_and_fits_a_card() -> None:
+    for rows, config in narrow_layouts():
+        given = products.defines(torch.float16, config, rows, is_wide_out=False)
+        assert nvrtc.compile_source(products.source(), given, "sm_90"), config
+        assert config.shared_bytes(rows) <= 227 * 1024, config
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", [1, 7, 10, 32, 64])
+def test_the_scan_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype) -> None:
+    code = nvrtc.compile_source(scans.source(), scans.defines(head_size, dtype, scans.TILINGS[0][1]), "sm_90")
+    for name in (b"decode", b"prepare", b"scan", b"finish"):
+        assert name in code
+    has_low = head_size % 32 == 0 and dtype != torch.float32
+    assert (b"decode_low" in code) == has_low
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@cards
+def test_every_tiling_of_the_scan_compiles_and_fits_a_card(capability: int) -> None:
+    for _, tiling in scans.TILINGS:
+        given = scans.defines(64, torch.float16, tiling)
+        assert nvrtc.compile_source(scans.source(), given, f"sm_{capability}")
+        assert tiling.ring_values(64) * 4 <= 99 * 1024
+        assert tiling.rows_per_block % tiling.rows_per_thread == 0
+        # a warp is filled by whole groups of 8 lanes, and every lane of it takes part in the exchanges
+        assert 8 * tiling.rows_per_block // tiling.rows_per_thread % 32 == 0
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_is_an_error_in_the_compilers_words() -> None:
+    with pytest.raises(DeviceError, match="NVRTC cannot compile a kernel for sm_90") as raised:
+        nvrtc.compile_source('extern "C" __global__ void f() { nonsense; }', (), "sm_90")
+    assert "nonsense" in (raised.value.hint or "")
+
+
+@needs_nvrtc
+def test_contraction_is_off_and_fused_where_the_source_says_so() -> None:
+    """Fused kernels must round as their parts do."""
+    source = 'extern "C" __global__ void f(float* x) { x[0] = %s; }'
+    plain = nvrtc.compile_source(source % "x[1] * x[2] + x[3]", (), "sm_90")
+    fused = nvrtc.compile_source(source % "fmaf(x[1], x[2], x[3])", (), "sm_90")
+    assert plain != fused
+
+
+@needs_nvrtc
+def test_compiled_code_is_kept_by_source_defines_and_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITTIWAKE_CACHE", str(tmp_path))
+    calls = []
+    compile_source = nvrtc.compile_source
+
+    def counted(source: str, defines: Any, arch: str) -> bytes:
+        calls.append((source, defines, arch))
+        return compile_source(source, defines, arch)
+
+    monkeypatch.setattr(nvrtc, "compile_source", counted)
+    source = 'extern "C" __global__ void f(float* x) { x[0] = X; }'
+    first = nvrtc._compiled(source, ("X=1.f",), "sm_80")
+    assert nvrtc._compiled(source, ("X=1.f",), "sm_80") == first
+    assert len(calls) == 1
+    assert nvrtc._compiled(source, ("X=2.f",), "sm_80") != first
+    nvrtc._compiled(source, ("X=1.f",), "sm_90")
+    assert len(calls) == 3
+    assert len(list((tmp_path / "cuda").iterdir())) == 3
+    monkeypatch.setenv("KITTIWAKE_CACHE", "/proc/nowhere")  # cannot be written: compiled each time, no error
+    assert nvrtc._compiled(source, ("X=1.f",), "sm_80") == first
+
+
+# Sizes
+
+
+def test_heads_are_padded_to_whole_warps() -> None:
+    assert [scans.padded_head(size) for size in (1, 31, 32, 33, 64, 65)] == [32, 32, 32, 64, 64, 96]
+
+
+@pytest.mark.parametrize(("states", "place"), [(1, 0), (16, 0), (17, 1), (48, 1), (49, 2), (97, 3), (10**6, 3)])
+def test_the_tiling_of_a_scan_follows_the_number_of_states(states: int, place: int) -> None:
+    limits = [most for most, _ in scans.TILINGS]
+    assert limits == sorted(limits)
+    assert next(index for index, most in enumerate(limits) if states <= most) == place
+
+
+def test_scans_are_compiled_with_what_they_are_told() -> None:
+    tiling = scans.Tiling(4, 32, 8, 3)
+    assert scans.defines(40, torch.bfloat16, tiling) == ("D=40", "DP=64", "DT=2", "R=4", "ROWS=32", "STEPS=8", "STAGES=3")
+    assert tiling.ring_values(64) == 3 * 8 * 6 * 64
+    assert products.defines(torch.float16, Narrow(32, 8, 128, 3), 16, is_wide_out=True) == (
+        "DT=1", "BN=32", "BK=128", "STAGES=3", "WN=8", "ROWS=16", "OUT32=1",
+    )  # fmt: skip

@@ -16,7 +16,7 @@ _MOST = {"threads": 512, "slots": 1 << 20}
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is run. None of these changes a bit of any answer, except ``dtype`` where it rounds weights, and
-    ``group_norm_eps``, which makes it another model."""
+    ``group_norm_eps`` and ``rescale_every``, which make it another model."""
 
     device: str = "auto"
     """auto or cpu"""
@@ -32,6 +32,8 @@ class EngineConfig:
     """most rows in one step, decode rows and prompt tokens together; bounds the workspace"""
     group_norm_eps: float | None = None
     """epsilon of the group norm, instead of the model's own"""
+    rescale_every: int | None = None
+    """RWKV-4: norms as in a stream halved every so many layers, as transformers computes; 0 is exact, the default"""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -47,3 +49,6 @@ class EngineConfig:
         is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
         if eps is not None and not (is_number and math.isfinite(eps) and 0 < eps < 1):
             raise UsageError(f"group_norm_eps must be a number above 0 and below 1, got {eps!r}")
+        every = self.rescale_every
+        if every is not None and (type(every) is not int or not 0 <= every <= MAX_ROWS):
+            raise UsageError(f"rescale_every must be a whole number of layers of at least 0, got {every!r}")

@@ -23,7 +23,7 @@ from kittiwake.errors import BundleError, ModelError, TokenizerError
 from kittiwake.families.contract import Family, Model, ModelConfig, Progress
 from kittiwake.families.registry import family_named, recognise
 from kittiwake.text.table import TOKENIZER_FILE
-from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer
+from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer, with_ends
 from kittiwake.text.world import WORLD_ROWS, WORLD_VOCABULARY_FILE
 
 
@@ -85,8 +85,8 @@ def load_model(
     source = open_checkpoint(path, progress=progress)
     try:
         family = recognise(source)
-        sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
-        text = find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer
+        sizes = family.read_config(source).with_constants(config.group_norm_eps, config.rescale_every)
+        text = with_ends(find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer, sizes.end_ids)
         dtype = _dtype(config.dtype, source)
         built = family.build(sizes, family.canonical(source, sizes), dtype=dtype, threads=threads, progress=progress)
     finally:
@@ -106,9 +106,10 @@ def _load_bundle(
     bundle = read_bundle(path, progress=progress)
     try:
         family, sizes = bundle_family(bundle)
-        sizes = sizes.with_group_norm_eps(config.group_norm_eps)
+        sizes = sizes.with_constants(config.group_norm_eps, config.rescale_every)
         text = bundle_tokenizer(bundle) if tokenizer is None else load_tokenizer(tokenizer)
         check_fits(text, sizes.vocab_size)
+        text = with_ends(text, sizes.end_ids)
         dtype = _dtype(config.dtype, bundle.source)
         tensors = family.canonical(bundle.source, sizes)
         built = family.build(sizes, tensors, dtype=dtype, threads=threads, progress=progress)
@@ -158,7 +159,7 @@ def find_tokenizer(
 
     - GGUF: ``tokenizer.ggml.model`` "rwkv" is World; other vocabularies inside the file are not read.
     - A folder: ``rwkv_vocab_v20230424.txt`` if it is the known one, else ``tokenizer.json`` where it can be read and fits.
-    - Otherwise, and where that file does not serve, the size tells (65,536 rows: World; 256: bytes).
+    - Otherwise, and where that file does not serve, the size tells (65,536 rows: World; 50,277: GPT-NeoX; 256: bytes).
     - A lone file: the size, else a ``tokenizer.json`` beside it.
     """
     if chosen is not None:
@@ -280,7 +281,7 @@ def load_tensors(
     start = time.perf_counter()
     source = TensorDict(tensors, name)
     family = recognise(source)
-    sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
+    sizes = family.read_config(source).with_constants(config.group_norm_eps, config.rescale_every)
     text = default_tokenizer(sizes.vocab_size) if tokenizer is None else tokenizer
     check_fits(text, sizes.vocab_size)
     dtype = _dtype(config.dtype, source)

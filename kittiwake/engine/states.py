@@ -37,6 +37,8 @@ class StatePart:
     shape: tuple[int, ...]
     dtype: str = "float32"
     kind: PartKind = PartKind.FIXED
+    fill: float = 0.0
+    """What every value is at the start of a sequence."""
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +93,9 @@ class StateTable:
         self._arrays = {
             part.name: np.zeros((spec.layers, slots + 1, *part.shape), dtype=part.dtype) for part in spec.parts
         }
+        for part in spec.parts:
+            if part.fill:  # zeros take no memory before they are written to
+                self._arrays[part.name].fill(part.fill)
         self._free = list(range(slots, SCRATCH_SLOT, -1))
 
     @property
@@ -121,9 +126,9 @@ class StateTable:
         self._free.append(slot)
 
     def clear(self, slot: int) -> None:
-        """Bring a slot back to the start of a sequence: all zeros, position 0."""
-        for array in self._arrays.values():
-            array[:, slot] = 0
+        """Bring a slot back to the start of a sequence: what each part begins with, position 0."""
+        for part in self.spec.parts:
+            self._arrays[part.name][:, slot] = part.fill
         self.positions[slot] = 0
 
     def save(self, slot: int) -> SavedState:

@@ -251,9 +251,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tensors: Tensors, me
 @pytest.mark.parametrize(
     ("names", "guess"),
     [
-        (("emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.time_decay"), "RWKV-6"),
-        (("emb.weight", "blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"), "RWKV-5"),
-        (("emb.weight", "blocks.0.att.time_decay"), "RWKV-4"),
+        (("emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.lambda"), "RWKV-6"),
         (("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"), "a transformer"),
         (("transformer.h.0.attn.c_attn.weight",), "a transformer"),
         (("conv.weight",), "its tensors begin with conv.weight"),
@@ -373,7 +371,7 @@ def test_a_model_that_was_not_given_every_tensor_says_which() -> None:
 
 def test_families_are_found_by_name() -> None:
     assert family_named("rwkv7").name == "rwkv7"
-    with pytest.raises(BundleError, match="family is 'rwkv9'; known: rwkv7"):
+    with pytest.raises(BundleError, match=r"family is 'rwkv9'; known: .*rwkv7"):
         family_named("rwkv9")
 
 

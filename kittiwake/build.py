@@ -46,9 +46,11 @@ def build_bundle(
     goldens: int = len(GOLDEN_PROMPTS),
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     group_norm_eps: float | None = None,
+    rescale_every: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the checkpoint as a bundle to the new folder ``out``; returns it. ``group_norm_eps`` overrides the model's own.
+    """Write the checkpoint as a bundle to the new folder ``out``; returns it. ``group_norm_eps`` and
+    ``rescale_every`` override the model's own (see EngineConfig).
 
     ``chat_template`` left out is the one beside the checkpoint, if there is one.
 
@@ -63,7 +65,7 @@ def build_bundle(
                 f"{quoted(str(checkpoint))} is a bundle already", "build from the checkpoint it came from"
             )
         family = recognise(source)
-        config = family.read_config(source).with_group_norm_eps(group_norm_eps)
+        config = family.read_config(source).with_constants(group_norm_eps, rescale_every)
         text = find_tokenizer(checkpoint, config.vocab_size, tokenizer, source).tokenizer
 
         def make_goldens(written: TensorSource) -> Sequence[Golden]:

@@ -29,7 +29,7 @@ _LEAST = {
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is run. None of these changes a bit of any answer, except ``dtype`` where it rounds weights, and
-    ``group_norm_eps``, which makes it another model."""
+    ``group_norm_eps`` and ``rescale_every``, which make it another model."""
 
     device: str = "auto"
     """auto (a CUDA card where there is one that serves, else the CPU), cpu or cuda"""
@@ -57,6 +57,8 @@ class EngineConfig:
     """most requests that wait for a slot; 0 sets no limit"""
     max_waiting_per_client: int = 0
     """most requests of one client that wait for a slot; 0 sets no limit"""
+    rescale_every: int | None = None
+    """RWKV-4: norms as in a stream halved every so many layers, as transformers computes; 0 is exact, the default"""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -79,6 +81,9 @@ class EngineConfig:
         is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
         if eps is not None and not (is_number and math.isfinite(eps) and 0 < eps < 1):
             raise UsageError(f"group_norm_eps must be a number above 0 and below 1, got {eps!r}")
+        every = self.rescale_every
+        if every is not None and (type(every) is not int or not 0 <= every <= MAX_ROWS):
+            raise UsageError(f"rescale_every must be a whole number of layers of at least 0, got {every!r}")
 
 
 SERVING = EngineConfig(prefill_chunk=512, cache_ram_bytes=-1, max_waiting=1024)

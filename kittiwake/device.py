@@ -7,12 +7,14 @@ import os
 import platform
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kittiwake.errors import UsageError
+from kittiwake.errors import DeviceError, UsageError
 
 _LOOKS = 6
 SPIN_COUNT = 5000
@@ -223,3 +225,15 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("
     except (OSError, ValueError, IndexError):
         pass
     return free
+
+
+@contextmanager
+def device_memory_for(what: str, hint: str) -> Iterator[None]:
+    """Around what takes memory of a card: where it ends, raises DeviceError that names ``what`` has no room."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as err:
+        said = str(err).partition("\n")[0].partition(" Of the allocated memory")[0]
+        raise DeviceError(f"the card has no room for {what}: {said}", hint) from err

@@ -18,12 +18,12 @@ from kittiwake.checkpoints.files import quoted
 from kittiwake.checkpoints.manifest import MANIFEST_NAME
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource, open_checkpoint
 from kittiwake.config import EngineConfig
-from kittiwake.device import resolve_threads, why_no_cuda
+from kittiwake.device import device_memory_for, resolve_threads, why_no_cuda
 from kittiwake.errors import BundleError, DeviceError, ModelError, TokenizerError, UsageError
 from kittiwake.families.contract import Family, Model, ModelConfig, Progress
 from kittiwake.families.registry import family_named, recognise
 from kittiwake.text.table import TOKENIZER_FILE
-from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer
+from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer, with_ends
 from kittiwake.text.world import WORLD_ROWS, WORLD_VOCABULARY_FILE
 
 
@@ -85,17 +85,29 @@ def load_model(
     source = open_checkpoint(path, progress=progress)
     try:
         family = recognise(source)
-        sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
-        text = find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer
+        sizes = family.read_config(source).with_constants(config.group_norm_eps, config.rescale_every)
+        text = with_ends(find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer, sizes.end_ids)
         device = choose_device(config.device, family)
         dtype = _dtype(config.dtype, source, device)
-        built = family.build(
-            sizes, family.canonical(source, sizes), device=device, dtype=dtype, threads=threads, progress=progress
-        )
+        built = _build(family, sizes, source, device, dtype, threads, progress)
     finally:
         source.close()
     load_ms = (time.perf_counter() - start) * 1e3
     return Loaded(path, source.format, built, text, dtype, threads, load_ms, None, None, source.digest)
+
+
+def _build(
+    family: Family,
+    sizes: ModelConfig,
+    source: TensorSource,
+    device: str,
+    dtype: str,
+    threads: int,
+    progress: Progress | None,
+) -> Model:
+    tensors = family.canonical(source, sizes)
+    with device_memory_for(f"{source.path} kept as {dtype}", "free its memory, keep the weights in 16 bits, or take device cpu"):
+        return family.build(sizes, tensors, device=device, dtype=dtype, threads=threads, progress=progress)
 
 
 def _load_bundle(
@@ -109,13 +121,13 @@ def _load_bundle(
     bundle = read_bundle(path, progress=progress)
     try:
         family, sizes = bundle_family(bundle)
-        sizes = sizes.with_group_norm_eps(config.group_norm_eps)
+        sizes = sizes.with_constants(config.group_norm_eps, config.rescale_every)
         text = bundle_tokenizer(bundle) if tokenizer is None else load_tokenizer(tokenizer)
         check_fits(text, sizes.vocab_size)
+        text = with_ends(text, sizes.end_ids)
         device = choose_device(config.device, family)
         dtype = _dtype(config.dtype, bundle.source, device)
-        tensors = family.canonical(bundle.source, sizes)
-        built = family.build(sizes, tensors, device=device, dtype=dtype, threads=threads, progress=progress)
+        built = _build(family, sizes, bundle.source, device, dtype, threads, progress)
     finally:
         bundle.source.close()
     load_ms = (time.perf_counter() - start) * 1e3
@@ -162,7 +174,7 @@ def find_tokenizer(
 
     - GGUF: ``tokenizer.ggml.model`` "rwkv" is World; other vocabularies inside the file are not read.
     - A folder: ``rwkv_vocab_v20230424.txt`` if it is the known one, else ``tokenizer.json`` where it can be read and fits.
-    - Otherwise, and where that file does not serve, the size tells (65,536 rows: World; 256: bytes).
+    - Otherwise, and where that file does not serve, the size tells (65,536 rows: World; 50,277: GPT-NeoX; 256: bytes).
     - A lone file: the size, else a ``tokenizer.json`` beside it.
     """
     if chosen is not None:
@@ -319,14 +331,12 @@ def load_source(
     threads = resolve_threads(config.threads)
     start = time.perf_counter()
     family = recognise(source)
-    sizes = family.read_config(source).with_group_norm_eps(config.group_norm_eps)
+    sizes = family.read_config(source).with_constants(config.group_norm_eps, config.rescale_every)
     text = default_tokenizer(sizes.vocab_size) if tokenizer is None else tokenizer
     check_fits(text, sizes.vocab_size)
     device = choose_device(config.device, family)
     dtype = _dtype(config.dtype, source, device)
-    built = family.build(
-        sizes, family.canonical(source, sizes), device=device, dtype=dtype, threads=threads, progress=progress
-    )
+    built = _build(family, sizes, source, device, dtype, threads, progress)
     load_ms = (time.perf_counter() - start) * 1e3
     digest = source.digest()  # now: the tensors may be gone later
     return Loaded(source.path, "random", built, text, dtype, threads, load_ms, None, None, lambda _: digest)

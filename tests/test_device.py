@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kittiwake.device import (
+    device_memory_for,
     SPIN_COUNT,
     driver_version,
     find_card,
@@ -19,7 +21,7 @@ from kittiwake.device import (
     waiting_environment,
     why_no_cuda,
 )
-from kittiwake.errors import UsageError
+from kittiwake.errors import DeviceError, UsageError
 
 
 def test_a_machine_is_busy_when_others_have_work_for_our_cores(tmp_path: Path) -> None:
@@ -106,6 +108,36 @@ def test_a_hidden_card_is_told_with_what_hides_it(card: SimpleNamespace, monkeyp
 def test_an_old_card_is_refused_by_its_capability(card: SimpleNamespace) -> None:
     card.major, card.minor, card.name = 7, 5, "Tesla T4"
     assert why_no_cuda() == "Tesla T4 has compute capability 7.5; 8.0 or later is needed"
+
+
+@pytest.mark.parametrize("missing", ["triton", "cuda.bindings.nvrtc"])
+def test_a_missing_library_is_named_with_what_brings_it(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def find(name: str) -> None:
+        if name == missing:
+            raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    assert why_no_cuda() == f"{missing} cannot be imported (No module named {missing!r}): pip install 'kittiwake[cuda]'"
+
+
+def test_a_card_with_everything_is_taken(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    assert why_no_cuda() == ""
+
+
+def test_the_end_of_a_cards_memory_is_a_clear_error() -> None:
+    said = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free."
+        " Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+    )
+    with pytest.raises(DeviceError, match=r"no room for 9 slots: .*2\.00 GiB.*1\.00 GiB is free\. \(take fewer\)$") as raised:
+        with device_memory_for("9 slots", "take fewer"):
+            raise torch.OutOfMemoryError(said)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+    with pytest.raises(RuntimeError, match="another"), device_memory_for("9 slots", "take fewer"):
+        raise RuntimeError("another fault")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "kittiwake"
 GROUND = {"errors", "device", "config"}
 MATHS = GROUND | {"ops", "layers"}
 # The contract lets the engine and the families meet: each knows these modules of the other, and no more.
-CONTRACT = {"families.contract", "engine.batch", "engine.states"}
+CONTRACT = {"families.contract", "engine.batch", "engine.states", "engine.cuda_states"}
 # A saved state is a safetensors file: read as strictly, and written as safely, as a checkpoint.
 STATE_FILES = {"checkpoints.files", "checkpoints.safetensors", "checkpoints.strict_json"}
 CORE = MATHS | {"engine", "families", "text", "checkpoints"}

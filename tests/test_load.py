@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from kittiwake import load
 from kittiwake.bench.shapes import random_rwkv7, small
 from kittiwake.build import build_bundle
 from kittiwake.config import EngineConfig
-from kittiwake.errors import BundleError, CheckpointError, ModelError, TokenizerError, UsageError
+from kittiwake.errors import BundleError, CheckpointError, DeviceError, ModelError, TokenizerError, UsageError
 from kittiwake.load import Loaded, TensorDict, load_model, load_tensors, packaged_model
 from kittiwake.text.bpe import HFTokenizer
 from kittiwake.text.world import WorldTokenizer
@@ -181,7 +183,7 @@ def test_a_bundle_of_an_unknown_family_is_refused(folder: Path, tmp_path: Path) 
     bundle = shutil.copytree(folder / "bundle", tmp_path / "bundle")
     manifest = json.loads((bundle / "manifest.json").read_text())
     (bundle / "manifest.json").write_text(json.dumps({**manifest, "family": "rwkv12"}))
-    with pytest.raises(BundleError, match="family is 'rwkv12'; known: rwkv7"):
+    with pytest.raises(BundleError, match=r"family is 'rwkv12'; known: rwkv4, .*rwkv7"):
         load_model(bundle, CONFIG)
 
 
@@ -249,3 +251,78 @@ def test_loading_takes_private_memory_for_the_model_and_one_tensor(large: tuple[
     assert 0.9 * widened * total < found["weights"] <= widened * total
     assert found["end"] > 0.9 * found["weights"]  # the measure works
     assert found["peak"] <= 1.3 * widened * total + widened * tensor
+
+
+# Where a model runs
+
+
+class CpuOnly:
+    """A family, as far as the choice of a device asks."""
+
+    name = "rwkv9"
+    devices = ("cpu",)
+
+
+class Anywhere(CpuOnly):
+    """One that has kernels for cards."""
+
+    devices = ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "family", "reason", "expected"),
+    [
+        ("cpu", Anywhere, "", "cpu"),
+        ("auto", Anywhere, "", "cuda"),
+        ("cuda", Anywhere, "", "cuda"),
+        ("auto", CpuOnly, "", "cpu"),
+        ("auto", Anywhere, "torch is built for the CPU only", "cpu"),
+    ],
+)
+def test_a_card_is_taken_where_there_is_one_that_serves(
+    wanted: str, family: Any, reason: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "why_no_cuda", lambda: reason)
+    assert load.choose_device(wanted, family()) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "reason", "said"),
+    [
+        (CpuOnly, "", "device cuda cannot be used: rwkv9 runs on cpu so far"),
+        (Anywhere, "torch is built for the CPU only", "device cuda cannot be used: torch is built for the CPU only"),
+    ],
+)
+def test_a_card_that_is_asked_for_and_cannot_serve_is_refused_with_the_reason(
+    family: Any, reason: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "why_no_cuda", lambda: reason)
+    with pytest.raises(DeviceError, match=said):
+        load.choose_device("cuda", family())
+
+
+def test_float16_on_the_cpu_is_refused(folder: Path) -> None:
+    config = EngineConfig(threads=1, device="cpu", dtype="fp16")
+    with pytest.raises(UsageError, match="dtype fp16 needs a CUDA card; the CPU keeps weights as fp32 or bf16"):
+        load_model(folder / "tiny.pth", config)
+
+
+def test_weights_stored_as_float16_stay_so_on_a_card_and_are_widened_on_the_cpu() -> None:
+    source = TensorDict(tiny_tensors(torch.float16))
+    assert load._dtype("auto", source, "cuda") == "fp16"
+    assert load._dtype("auto", source, "cpu") == "fp32"
+    assert load._dtype("auto", TensorDict(tiny_tensors()), "cuda") == "bf16"
+
+
+def test_a_model_that_a_card_has_no_room_for_is_refused_with_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(load.recognise(TensorDict(tiny_tensors())).__class__, "build", build)
+    for name in ("tiny.pth", "bundle"):
+        with pytest.raises(DeviceError, match=r"no room for .*kept as bf16: CUDA out of memory. Tried to allocate 2.00 GiB"):
+            load_model(folder / name, CONFIG)
+    with pytest.raises(DeviceError, match="no room for memory kept as bf16"):
+        load_tensors(tiny_tensors(), CONFIG)

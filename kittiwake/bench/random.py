@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, random_rwkv4
+from kittiwake.bench.rwkv56_shapes import RWKV5_SHAPES, RWKV6_SHAPES, random_rwkv5, random_rwkv6
 from kittiwake.bench.shapes import SHAPES, Recipe, Rwkv7Shape, rwkv7_recipes
 from kittiwake.checkpoints.reader import TensorInfo
 from kittiwake.config import EngineConfig
 from kittiwake.errors import UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.families.registry import family_named
-from kittiwake.load import Loaded, choose_device, load_source
+from kittiwake.load import Loaded, choose_device, load_source, load_tensors
 
 STORED = torch.bfloat16
 """How random weights are stored, as published ones are: float16 and float32 hold the same values."""
+
+
+MAKERS: dict[str, Callable[[int, torch.dtype], dict[str, torch.Tensor]]] = {
+    **{name: partial(random_rwkv4, rwkv4) for name, rwkv4 in RWKV4_SHAPES.items()},
+    **{name: partial(random_rwkv5, rwkv5) for name, rwkv5 in RWKV5_SHAPES.items()},
+    **{name: partial(random_rwkv6, rwkv6) for name, rwkv6 in RWKV6_SHAPES.items()},
+}
+"""Shapes of the versions before RWKV-7, by name: (seed, dtype) → a checkpoint."""
 
 
 class RandomWeights(Mapping[str, torch.Tensor]):
@@ -79,7 +90,7 @@ class RandomSource:
 def shape_named(name: str) -> Rwkv7Shape:
     """The published shape of a name. Raises UsageError for one that is not known."""
     if name not in SHAPES:
-        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join(SHAPES)}")
+        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join([*SHAPES, *MAKERS])}")
     return SHAPES[name]
 
 
@@ -91,4 +102,6 @@ def random_weights(shape: str, config: EngineConfig, seed: int = 0) -> RandomWei
 
 def load_random(shape: str, config: EngineConfig, progress: Progress | None = None, seed: int = 0) -> Loaded:
     """Random weights of a shape, kept as ``config.dtype`` says ("auto": bf16, as published ones are)."""
+    if shape in MAKERS:
+        return load_tensors(MAKERS[shape](seed, STORED), config, progress=progress, name=f"random {shape}")
     return load_source(RandomSource(random_weights(shape, config, seed), f"random {shape}"), config, progress=progress)

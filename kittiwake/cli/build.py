@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kittiwake.cli.options import FILE, engine_config, group_norm_option, tokenizer_option
+from kittiwake.cli.options import FILE, constant_options, engine_config, tokenizer_option
 from kittiwake.cli.output import ProgressBars, note
 
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -19,7 +19,7 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 @tokenizer_option
 @click.option("--chat-template", type=FILE, help="a Jinja file, instead of the one beside CHECKPOINT")
 @click.option("--goldens", type=click.IntRange(0), default=8, help="greedy answers to record, for verify to replay")
-@group_norm_option
+@constant_options
 @click.option("--max-shard-mb", type=click.IntRange(1), help="most MB (10^6 bytes) of a weight file  [default: 2 GiB]")
 def build(
     checkpoint: Path,
@@ -39,6 +39,7 @@ def build(
     from kittiwake.checkpoints.bundle import DEFAULT_SHARD_BYTES
     from kittiwake.evals.documents import read_plain_text
 
+    constants = engine_config()
     with ProgressBars() as progress:
         path = build_bundle(
             checkpoint,
@@ -48,7 +49,8 @@ def build(
             chat_template=None if chat_template is None else read_plain_text(chat_template),
             goldens=goldens,
             max_shard_bytes=DEFAULT_SHARD_BYTES if max_shard_mb is None else max_shard_mb * 1_000_000,
-            group_norm_eps=engine_config().group_norm_eps,
+            group_norm_eps=constants.group_norm_eps,
+            rescale_every=constants.rescale_every,
             progress=progress,
         )
     note(f"wrote {path}")

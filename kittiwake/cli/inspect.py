@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kittiwake.cli.options import engine_config, group_norm_option, json_option, model_argument, tokenizer_option
+from kittiwake.cli.options import constant_options, engine_config, json_option, model_argument, tokenizer_option
 from kittiwake.cli.output import ProgressBars, emit_json, human_bytes, outline, table
+from kittiwake.config import EngineConfig
 from kittiwake.errors import InputFileError, UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ AT_LOAD = (
 @click.option("--tensors", is_flag=True, help="list every tensor with its type and shape")
 @click.option("--digest/--no-digest", default=True, help="read every byte for the sha-256, and check a bundle's")
 @tokenizer_option
-@group_norm_option
+@constant_options
 @json_option
 def inspect(model: Path, tensors: bool, digest: bool, tokenizer: str | None, as_json: bool) -> None:
     """Tell what is in MODEL: format, family, sizes, types, tokenizer, digest, and whether kittiwake runs it.
@@ -40,10 +41,10 @@ def inspect(model: Path, tensors: bool, digest: bool, tokenizer: str | None, as_
     Where it does not run, the exact reason is told. Reads headers, and the data only for the digest. Exit code 0 for
     any readable file, of a known family or not; 3 for one that cannot be read.
     """
-    eps = engine_config().group_norm_eps
+    constants = engine_config()
     with ProgressBars() as progress:
         report = examine(
-            model, tokenizer=tokenizer, digest=digest, tensors=tensors, group_norm_eps=eps, progress=progress
+            model, tokenizer=tokenizer, digest=digest, tensors=tensors, constants=constants, progress=progress
         )
     if as_json:
         emit_json(report)
@@ -57,7 +58,7 @@ def examine(
     tokenizer: str | None = None,
     digest: bool = True,
     tensors: bool = False,
-    group_norm_eps: float | None = None,
+    constants: EngineConfig | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
     """What is in the file or folder, as JSON values. Raises CheckpointError or BundleError for what cannot be read."""
@@ -78,7 +79,7 @@ def examine(
             **_sizes(infos),
         }
         report["files_sha256"] = source.digest(progress) if digest else None  # the model's own digest: `run --receipt`
-        report |= _fit(path, source, bundle, tokenizer, group_norm_eps)
+        report |= _fit(path, source, bundle, tokenizer, constants or EngineConfig())
         report["at_load"] = AT_LOAD if report["runs"] else None
         report["bundle"] = None if bundle is None else _describe_bundle(bundle)
         report["metadata"] = _metadata(source)
@@ -145,7 +146,7 @@ def _dtype_name(info: TensorInfo) -> str:
 
 
 def _fit(
-    path: Path, source: TensorSource, bundle: Bundle | None, tokenizer: str | None, group_norm_eps: float | None
+    path: Path, source: TensorSource, bundle: Bundle | None, tokenizer: str | None, constants: EngineConfig
 ) -> dict[str, Any]:
     """Family, config and tokenizer, as far as each can be told, and what keeps kittiwake from running the model."""
     found: dict[str, Any] = dict.fromkeys(("family", "layout", "config", "origins", "memory", "tokenizer", "why_not"))
@@ -153,7 +154,7 @@ def _fit(
     try:
         family = _family(source, bundle)
         found["family"] = family.name
-        config = _config(family, source, bundle).with_group_norm_eps(group_norm_eps)
+        config = _config(family, source, bundle).with_constants(constants.group_norm_eps, constants.rescale_every)
         origins = dict(config.origins)
         found["layout"] = origins.pop("layout", None)
         found["config"] = {
@@ -164,7 +165,7 @@ def _fit(
         }
         found["origins"] = origins
         found["memory"] = {f"{name}_bytes": count for name, count in family.footprint(config).items()}
-        found["tokenizer"] = _tokenizer(path, config.vocab_size, source, bundle, tokenizer)
+        found["tokenizer"] = _tokenizer(path, config, source, bundle, tokenizer)
         found["runs"] = True
     except (InputFileError, UsageError) as error:
         found["why_not"] = str(error)
@@ -186,18 +187,19 @@ def _config(family: Family, source: TensorSource, bundle: Bundle | None) -> Mode
 
 
 def _tokenizer(
-    path: Path, vocab_size: int, source: TensorSource, bundle: Bundle | None, chosen: str | None
+    path: Path, config: ModelConfig, source: TensorSource, bundle: Bundle | None, chosen: str | None
 ) -> dict[str, Any]:
     """The tokenizer that loading would take. Raises TokenizerError where there is none that fits."""
     from kittiwake.load import bundle_tokenizer, find_tokenizer
-    from kittiwake.text.tokenizer import check_fits
+    from kittiwake.text.tokenizer import check_fits, with_ends
 
     if bundle is not None and chosen is None:
         tokenizer, origin = bundle_tokenizer(bundle), "manifest"
-        check_fits(tokenizer, vocab_size)
+        check_fits(tokenizer, config.vocab_size)
     else:
-        found = find_tokenizer(path, vocab_size, chosen, source)
+        found = find_tokenizer(path, config.vocab_size, chosen, source)
         tokenizer, origin = found.tokenizer, found.origin
+    tokenizer = with_ends(tokenizer, config.end_ids)
     return {
         "kind": tokenizer.kind,
         "found_by": origin,

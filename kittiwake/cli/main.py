@@ -21,6 +21,7 @@ from kittiwake.cli.build import build
 from kittiwake.cli.chat import chat
 from kittiwake.cli.doctor import doctor
 from kittiwake.cli.eval_bits import bits
+from kittiwake.cli.eval_compare import compare
 from kittiwake.cli.eval_lambada import lambada
 from kittiwake.cli.export import export
 from kittiwake.cli.inspect import inspect
@@ -56,6 +57,7 @@ def evaluate() -> None:
 
 evaluate.add_command(lambada)
 evaluate.add_command(bits)
+evaluate.add_command(compare)
 for command in (run, chat, serve, batch, export, verify, bench, inspect, doctor, build, evaluate):
     cli.add_command(command)
 

@@ -49,25 +49,27 @@ def model_argument(*, required: bool = False) -> Callable[[F], F]:
     return click.argument("model", required=required, type=FILE, metavar="MODEL" if required else "[MODEL]")
 
 
-_GROUP_NORM_EPS = "kittiwake.group_norm_eps"
+_CONSTANTS = "kittiwake.constants"
 
 
-def group_norm_option(function: F) -> F:
-    """--group-norm-eps. A rare option of every command that loads: it is kept beside the context, where
-    :func:`engine_config` takes it from, and not handed to the command."""
+def constant_options(function: F) -> F:
+    """--group-norm-eps and --rescale-every. Rare options of every command that loads: they are kept beside the context,
+    where :func:`engine_config` takes them from, and not handed to the command."""
 
-    def keep(context: click.Context, _: click.Parameter, value: float | None) -> None:
-        context.meta[_GROUP_NORM_EPS] = value
+    def keep(context: click.Context, option: click.Parameter, value: float | None) -> None:
+        context.meta.setdefault(_CONSTANTS, {})[option.name] = value
 
-    option = click.option(
-        "--group-norm-eps", type=float, expose_value=False, callback=keep, help=field_help()["group_norm_eps"]
-    )
-    return option(function)
+    text = field_help()
+    kinds: dict[str, Any] = {"group_norm_eps": float, "rescale_every": click.IntRange(0)}
+    for name, kind in kinds.items():
+        flag = f"--{name.replace('_', '-')}"
+        function = click.option(flag, type=kind, expose_value=False, callback=keep, help=text[name])(function)
+    return function
 
 
 def engine_options(function: F) -> F:
-    """--device, --dtype, --threads and --group-norm-eps."""
-    function = group_norm_option(function)
+    """--device, --dtype, --threads, --group-norm-eps and --rescale-every."""
+    function = constant_options(function)
     default, text = EngineConfig(), field_help()
     for option in (
         click.option("--threads", type=click.IntRange(0), default=default.threads, help=text["threads"]),
@@ -83,7 +85,7 @@ def tokenizer_option(function: F) -> F:
     return click.option(
         "--tokenizer",
         metavar="KIND|FILE",
-        help='instead of the one that belongs to the model: "world", "bytes" or a tokenizer.json',
+        help='instead of the one that belongs to the model: "world", "gpt-neox", "bytes" or a tokenizer.json',
     )(function)
 
 
@@ -104,5 +106,5 @@ def engine_config(*, device: str = "auto", dtype: str = "auto", threads: int = 0
     if threads > usable_cores():
         os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
     context = click.get_current_context(silent=True)
-    eps = None if context is None else context.meta.get(_GROUP_NORM_EPS)
-    return EngineConfig(device=device, dtype=dtype, threads=threads, group_norm_eps=eps, **more)
+    constants = {} if context is None else context.meta.get(_CONSTANTS, {})
+    return EngineConfig(device=device, dtype=dtype, threads=threads, **constants, **more)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kittiwake.device import device_memory_for
 from kittiwake.errors import StateError
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class StatePart:
     shape: tuple[int, ...]
     dtype: str = "float32"
     kind: PartKind = PartKind.FIXED
+    fill: float = 0.0
+    """What every value is at the start of a sequence."""
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +107,9 @@ class StateTable:
         self.slots = slots
         self.positions = np.zeros(slots + 1, dtype=np.int64)
         self._arrays = {part.name: self._make((spec.layers, slots + 1, *part.shape), part.dtype) for part in spec.parts}
+        for part in spec.parts:
+            if part.fill:  # zeros take no memory before they are written to
+                self._arrays[part.name][...] = part.fill
         self._free = list(range(slots, SCRATCH_SLOT, -1))
 
     def _make(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -138,9 +144,9 @@ class StateTable:
         self._free.append(slot)
 
     def clear(self, slot: int) -> None:
-        """Bring a slot back to the start of a sequence: all zeros, position 0."""
-        for array in self._arrays.values():
-            array[:, slot] = 0
+        """Bring a slot back to the start of a sequence: what each part begins with, position 0."""
+        for part in self.spec.parts:
+            self._arrays[part.name][:, slot] = part.fill
         self.positions[slot] = 0
 
     def save(self, slot: int) -> SavedState:
@@ -181,11 +187,13 @@ class StateTable:
 
 
 def new_states(model: Model, slots: int) -> StateTable:
-    """A state table for a model, where the model lives."""
+    """A state table for a model, where the model lives. Raises DeviceError where a card has no room for it."""
     if model.device == "cpu":
         return StateTable(model.state_spec, slots)
     import torch
 
     from kittiwake.engine.cuda_states import CudaStateTable
 
-    return CudaStateTable(model.state_spec, slots, torch.device(model.device))
+    each = model.state_spec.slot_bytes
+    with device_memory_for(f"{slots} slots of {each:,} bytes each beside the model", "take fewer slots"):
+        return CudaStateTable(model.state_spec, slots, torch.device(model.device))

@@ -33,14 +33,26 @@ class ModelConfig:
     origins: dict[str, str] = field(default_factory=dict, compare=False)
     """Where things came from, for people: ``layout``, and one entry for each constant in ``extra``. Never stored."""
 
-    def with_group_norm_eps(self, eps: float | None) -> ModelConfig:
-        """The same with another epsilon for the group norm; None changes nothing. Raises UsageError where there is none."""
-        if eps is None:
-            return self
-        if "group_norm_eps" not in self.extra:
-            raise UsageError(f"{self.family} has no group norm, so group_norm_eps cannot be {eps}", "leave it out")
-        extra = {**self.extra, "group_norm_eps": eps}
-        return replace(self, extra=extra, origins={**self.origins, "group_norm_eps": "option group_norm_eps"})
+    def with_constants(self, group_norm_eps: float | None = None, rescale_every: int | None = None) -> ModelConfig:
+        """The same with other constants, each None changing nothing (what they mean: ``EngineConfig``).
+
+        Raises UsageError for a constant that the family does not have.
+        """
+        extra, origins = dict(self.extra), dict(self.origins)
+        for key, value, what in (
+            ("group_norm_eps", group_norm_eps, "has no group norm"),
+            ("rescale_every", rescale_every, "never rescales"),
+        ):
+            if value is not None:
+                if key not in extra:
+                    raise UsageError(f"{self.family} {what}, so {key} cannot be {value}", "leave it out")
+                extra[key], origins[key] = value, f"option {key}"
+        return replace(self, extra=extra, origins=origins)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that the checkpoint's settings say end a text, where they say so; a tokenizer tells its own as well."""
+        return tuple(self.extra.get("end_ids", ()))
 
 
 class Model(Protocol):

@@ -6,17 +6,19 @@ A family gives its layers (:meth:`CudaModel._trunk`); the rest is here. See fami
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
+from kittiwake.families.contract import ModelConfig, Progress
 from kittiwake.families.cuda_rows import (
     DECODE_BUCKETS,
     Piece,
@@ -29,6 +31,7 @@ from kittiwake.families.cuda_rows import (
     own_shape,
     shape_of,
 )
+from kittiwake.families.rwkv_names import Shapes, listed
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.shift_mix.triton import embed_rows, norm_rows
@@ -38,16 +41,17 @@ MOST_ROWS = 8192
 """Most rows of one launch, which the workspace is made for; longer batches are cut, which changes no bit."""
 MOST_WANTED = 512
 """Rows of logits made in one launch."""
-Tell = Callable[[str, int, int], None]
+Copies = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+"""Takes what enters a layer: its number, the residual stream, and what is yet to be added to it."""
 
 
-class CudaModel:
+class CudaModel(ABC):
     """A recurrent model on one CUDA device: float32 residual stream and states, products in ``dtype``."""
 
-    state_spec: StateSpec
-
-    def __init__(self, config: Any, width: int, vocab: int, dtype: str, eps: float) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, shapes: Shapes, state_spec: StateSpec, dtype: str) -> None:
+        self.config, self.state_spec = config, state_spec
+        width, vocab, eps = config.width, config.vocab_size, float(config.extra["norm_eps"])
+        self._missing = set(shapes)
         self.device = "cuda"
         self.dtype = dtype
         self.element = DTYPES[dtype]
@@ -72,7 +76,7 @@ class CudaModel:
 
     @abstractmethod
     def trunk(
-        self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Callable[[int, torch.Tensor], None] | None
+        self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Copies | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers on the embedded rows; the residual stream and what the last block adds to it."""
 
@@ -111,8 +115,10 @@ class CudaModel:
 
     # -- loading
 
-    def load_common(self, name: str, tensor: torch.Tensor) -> bool:
-        """Take the embedding, the head or an outer norm; whether it was one of them."""
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one canonical tensor; weights that are not finite or do not fit the dtype are refused by name."""
+        self.check_finite(name, tensor)
+        self._missing.discard(name)
         if name == "embedding.weight":
             self.embedding.copy_(tensor)
         elif name == "head.weight":
@@ -121,8 +127,25 @@ class CudaModel:
             norm, part = name.split(".")
             self.norms[norm][("weight", "bias").index(part)].copy_(tensor)
         else:
-            return False
-        return True
+            self.load_layer(name, tensor)
+
+    @abstractmethod
+    def load_layer(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one canonical tensor of a layer."""
+
+    def check_loaded(self) -> None:
+        """Raise ModelError when a tensor never came."""
+        if self._missing:
+            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Prove, and where nothing is known of this card measure, what runs which product."""
+        with self._lock:
+            pick_products([*self.groups, self.head], {self.head.key: torch.float32}, progress)
+
+    @abstractmethod
+    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
+        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
 
     def check_finite(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ModelError for weights that are not finite, or that ``dtype`` cannot hold."""
@@ -132,11 +155,6 @@ class CudaModel:
             raise ModelError(
                 f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32"
             )
-
-    def pick_products(self, tell: Tell | None = None) -> None:
-        """Prove, and where nothing is known of this card measure, what runs which product."""
-        with self._lock:
-            pick_products([*self.groups, self.head], {self.head.key: torch.float32}, tell)
 
     # -- running
 
@@ -275,7 +293,7 @@ class CudaModel:
             logits = launch()
         return graph, logits
 
-    def capture_decoding(self, states: StateTable, tell: Tell | None = None) -> None:
+    def capture_decoding(self, states: StateTable, tell: Progress | None = None) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         sizes = [size for size in DECODE_BUCKETS if size < states.slots]
         sizes.append(next((size for size in DECODE_BUCKETS if size >= states.slots), DECODE_BUCKETS[-1]))

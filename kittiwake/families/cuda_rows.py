@@ -78,7 +78,7 @@ class Rows:
 
 
 def cut(batch: Batch, most_rows: int) -> list[Piece]:
-    """The launches of a batch: sequences of one row first, then prompts, at most ``most_rows`` rows each.
+    """The launches of a batch: sequences of one row first, as many as a bucket holds, then prompts of ``most_rows`` rows.
 
     Where the cuts fall changes no bit, so nothing here depends on what else is in the batch.
     """
@@ -88,9 +88,9 @@ def cut(batch: Batch, most_rows: int) -> list[Piece]:
         return [Piece(True, batch.token_ids, batch.starts, batch.slots, rows, rows, rows)]
     pieces: list[Piece] = []
     place = {int(row): index for index, row in enumerate(batch.want_rows)}
-    singles = np.flatnonzero(lengths == 1)
-    for first in range(0, len(singles), most_rows):
-        some = singles[first : first + most_rows]
+    singles, most_singles = np.flatnonzero(lengths == 1), min(most_rows, DECODE_BUCKETS[-1])
+    for first in range(0, len(singles), most_singles):
+        some = singles[first : first + most_singles]
         rows = batch.starts[some]
         found = [(i, place[int(row)]) for i, row in enumerate(rows) if int(row) in place]
         starts = np.arange(len(some) + 1)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.errors import BundleError, ModelError
 from kittiwake.families.contract import Family
+from kittiwake.families.rwkv4 import Rwkv4Family
+from kittiwake.families.rwkv5 import Rwkv5Family
+from kittiwake.families.rwkv6 import Rwkv6Family
 from kittiwake.families.rwkv7 import Rwkv7Family
 
-FAMILIES: tuple[Family, ...] = (Rwkv7Family(),)
+FAMILIES: tuple[Family, ...] = (Rwkv4Family(), Rwkv5Family(), Rwkv6Family(), Rwkv7Family())
 
 
 def recognise(source: TensorSource) -> Family:
@@ -40,8 +43,6 @@ def _guess(source: TensorSource) -> str:
     names = {info.name for info in source.infos()}
     if any(".time_maa" in name for name in names):
         return "it seems to be RWKV-6; "
-    if "blocks.0.att.time_decay" in names:
-        return "it seems to be RWKV-5; " if "blocks.0.att.ln_x.weight" in names else "it seems to be RWKV-4; "
     if any("self_attn" in name or ".attn.c_attn" in name for name in names):
         return "it seems to be a transformer; "
     kind = (source.config or {}).get("model_type")

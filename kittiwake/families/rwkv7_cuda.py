@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,10 @@ import torch
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec
-from kittiwake.errors import ModelError
-from kittiwake.families.contract import ModelConfig, Progress
-from kittiwake.families.cuda_model import CudaModel
+from kittiwake.families.contract import ModelConfig
+from kittiwake.families.cuda_model import Copies, CudaModel
 from kittiwake.families.cuda_rows import Rows
-from kittiwake.families.rwkv7_names import MIXES, RANKS, Sizes, canonical_shapes, listed, ranks_of
+from kittiwake.families.rwkv7_names import MIXES, RANKS, Sizes, canonical_shapes, ranks_of
 from kittiwake.families.rwkv_time_state import read_time_state
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.ops.shift_mix.triton import commit_shifts, shift_mix
@@ -83,13 +82,11 @@ class Rwkv7Cuda(CudaModel):
     """An RWKV-7 on one CUDA device."""
 
     def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
-        super().__init__(config, sizes.width, sizes.vocab, dtype, config.extra["norm_eps"])
-        self.state_spec = spec
+        super().__init__(config, canonical_shapes(sizes), spec, dtype)
         self._sizes = sizes
         self._group_eps = float(config.extra["group_norm_eps"])
         self._layer_list = [_Layer(index, sizes, self) for index in range(sizes.layers)]
         self._by_name = {p.name: g for g in self.groups for p in g.products}
-        self._missing = set(canonical_shapes(sizes))
         self._wkv = kernels(sizes.head_size, self.element)
 
     @property
@@ -98,22 +95,13 @@ class Rwkv7Cuda(CudaModel):
         for layer in self._layer_list:
             yield from layer.groups
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one canonical tensor; weights that are not finite or do not fit the dtype are refused by name."""
-        self.check_finite(name, tensor)
-        self._missing.discard(name)
-        if self.load_common(name, tensor):
-            return
+    def load_layer(self, name: str, tensor: torch.Tensor) -> None:
+        """See :class:`CudaModel`."""
         if name in self._by_name:
             self._by_name[name].load(name, tensor)
         else:
             _, layer, rest = name.split(".", 2)
             self._layer_list[int(layer)].vector_rows[rest].copy_(tensor)
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a tensor never came."""
-        if self._missing:
-            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
@@ -123,7 +111,7 @@ class Rwkv7Cuda(CudaModel):
         return {"att_shift": shift, "wkv": wkv, "ffn_shift": shift.copy()}
 
     def trunk(
-        self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Callable[..., None] | None
+        self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Copies | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers; see :class:`CudaModel`."""
         count, width, overlap, sizes = rows.shape.rows, self.width, self.overlap, self._sizes
@@ -195,24 +183,3 @@ class Rwkv7Cuda(CudaModel):
         made = self.room("made", count, heads * self._wkv.made_values(1, 1), dtype=torch.float32)
         scanned = self.room("scanned", count, self.width, dtype=torch.float32)
         self._wkv.prompt(projected, low, *given, rows.starts, rows.slots, made, scanned, out, **settings)
-
-
-def build_cuda(
-    config: ModelConfig,
-    sizes: Sizes,
-    spec: StateSpec,
-    tensors: Any,
-    *,
-    dtype: str,
-    progress: Progress | None,
-) -> Rwkv7Cuda:
-    """Take canonical tensors one at a time into a model on the current CUDA device."""
-    model = Rwkv7Cuda(config, sizes, spec, dtype)
-    shapes: Mapping[str, Any] = canonical_shapes(sizes)
-    for done, (name, tensor) in enumerate(tensors):
-        model.load(name, tensor)
-        if progress is not None:
-            progress("loading tensors", done + 1, len(shapes))
-    model.check_loaded()
-    model.pick_products(progress)
-    return model

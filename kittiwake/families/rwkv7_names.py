@@ -6,15 +6,13 @@ models of transformers (``hf``: BlinkDL's names under a prefix); ggml-org/llama.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-import torch
-
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.errors import ModelError
+from kittiwake.families.rwkv_names import Place, Shapes, check_presence, check_tensor, count_layers, matrix_shape
 
 MIXES = ("r", "w", "k", "v", "a", "g")
 """Token shifts of the time mix, in the order that fused tensors hold them too."""
@@ -22,7 +20,6 @@ RANKS = {"decay": "w", "iclr": "a", "value_residual": "v", "gate": "g"}
 """Low-rank pairs: kittiwake's name → the letter in other names."""
 _NORMS = ("time_norm", "channel_norm", "time_mix.group_norm")
 _PRODUCTS = ("receptance", "key", "value", "output")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Sizes:
 
 
 @lru_cache(maxsize=4)
-def canonical_shapes(sizes: Sizes) -> Mapping[str, tuple[int, ...]]:
+def canonical_shapes(sizes: Sizes) -> Shapes:
     """Our name → shape, products as [N, K]."""
     width = (sizes.width,)
     square = (sizes.width, sizes.width)
@@ -77,25 +74,6 @@ def canonical_shapes(sizes: Sizes) -> Mapping[str, tuple[int, ...]]:
 def ranks_of(layer: int) -> tuple[str, ...]:
     """The low-rank pairs of a layer: the first one has no value residual."""
     return tuple(rank for rank in RANKS if layer > 0 or rank != "value_residual")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layout keeps one of our tensors."""
-
-    name: str
-    is_transposed: bool = False
-    row: int | None = None
-    """Its row in a tensor that holds one for each of MIXES."""
-
-    def take(self, source: TensorSource, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor as ours: matrices as stored, turned if need be; vectors as float32 [C]."""
-        tensor = source.read(self.name)
-        if self.row is not None:
-            tensor = tensor.reshape(len(MIXES), -1)[self.row]
-        if len(shape) == 1:
-            return tensor.reshape(-1).float()
-        return tensor.t() if self.is_transposed else tensor
 
 
 @dataclass(frozen=True)
@@ -145,7 +123,7 @@ class Layout:
             places |= {f"{ours}.{part}": Place(f"{theirs}.{part}") for part in ("weight", "bias")}
         for row, letter in enumerate(MIXES):
             name = self.mix.format(letter)
-            places[f"time_mix.mix_{letter}"] = Place(name, row=row if self.is_mix_fused else None)
+            places[f"time_mix.mix_{letter}"] = Place(name, row=(row, len(MIXES)) if self.is_mix_fused else None)
         for rank in ranks_of(layer):
             down, up, bias = (name.format(RANKS[rank]) for name in self.low_rank)
             places[f"time_mix.{rank}_down"] = Place(down, self.is_low_rank_transposed)
@@ -169,12 +147,6 @@ class Layout:
     def unused(self) -> frozenset[str]:
         """Names a file may hold that no model reads: the value residual of the first layer."""
         return frozenset(self.block.format(0) + name.format("v") for name in self.low_rank)
-
-    def layers_in(self, names: Iterable[str]) -> set[int]:
-        """Numbers of the layers that tensors are named for."""
-        before, after = self.block.split("{}")
-        pattern = re.compile(re.escape(before) + r"(0|[1-9]\d{0,5})" + re.escape(after) + ".+", re.DOTALL)
-        return {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
 
 
 BLINKDL = Layout(
@@ -249,18 +221,12 @@ def find_layout(source: TensorSource) -> Layout | None:
 def read_sizes(layout: Layout, source: TensorSource) -> Sizes:
     """Sizes from the shapes of a few tensors. Raises ModelError when one of them is missing or makes no sense."""
     infos = {info.name: info for info in source.infos()}
-    found = layout.layers_in(infos)
-    layers = len(found)
-    if not layers:
-        raise ModelError(f"{source.path} holds no tensor of a layer, expected {layout.bonus}")
-    if found != set(range(layers)):
-        first = min(set(range(layers)) - found)
-        raise ModelError(f"the checkpoint has layers up to {max(found)}, but layer {first} is missing")
+    layers = count_layers(layout.block, infos, source, layout.bonus)
     places = layout.places(layers)
 
     def shape(ours: str) -> tuple[int, int]:
         place = places[ours]
-        size = _matrix_shape(infos, place.name)
+        size = matrix_shape(infos, place.name, "RWKV-7")
         return size[::-1] if place.is_transposed else size
 
     vocab, width = shape("embedding.weight")
@@ -281,67 +247,30 @@ def _heads(layout: Layout, source: TensorSource, infos: Mapping[str, TensorInfo]
         if type(head_size) is not int or head_size < 1 or width % head_size:
             raise ModelError(f"{source.path}: {key} is {head_size!r}, expected a divisor of the width {width}")
         return width // head_size
-    heads, head_size = _matrix_shape(infos, layout.bonus)
+    heads, head_size = matrix_shape(infos, layout.bonus, "RWKV-7")
     if heads * head_size != width:
         raise ModelError(f"{layout.bonus} has shape {(heads, head_size)}, whose product is not the width {width}")
     return heads
-
-
-def _matrix_shape(infos: Mapping[str, TensorInfo], name: str) -> tuple[int, int]:
-    if name not in infos:
-        raise ModelError(f"the checkpoint lacks {name}, which RWKV-7 is sized by")
-    found = infos[name].shape
-    if len(found) != 2 or 0 in found:
-        raise ModelError(f"{name} has shape {found}, expected 2 sizes above 0")
-    return found[0], found[1]
 
 
 def check_tensors(layout: Layout, sizes: Sizes, source: TensorSource) -> None:
     """Every tensor known, present, of the right shape and of a type that is read. Raises ModelError."""
     infos = {info.name: info for info in source.infos()}
     places = layout.places(sizes.layers)
-    expected = {place.name for place in places.values()}
-    unknown = sorted(infos.keys() - expected - layout.unused)
-    if unknown:
-        raise ModelError(
-            f"{source.path} holds tensors RWKV-7 does not have: {listed(unknown)}",
-            "variants such as v7a, v7b (DeepEmbed) and v8 are not supported",
-        )
-    missing = sorted(expected - infos.keys())
-    if missing:
-        raise ModelError(f"{source.path} lacks tensors of RWKV-7: {listed(missing)}")
+    check_presence(
+        source,
+        {place.name for place in places.values()},
+        "RWKV-7",
+        unused=layout.unused,
+        hint="variants such as v7a, v7b (DeepEmbed) and v8 are not supported",
+    )
     shapes = canonical_shapes(sizes)
     for ours, place in places.items():
         check_tensor(infos[place.name], _stored_shape(ours, place, shapes[ours], layout, sizes), source)
 
 
 def _stored_shape(ours: str, place: Place, shape: tuple[int, ...], layout: Layout, sizes: Sizes) -> tuple[int, ...]:
-    """The shape a file has for a tensor of ours, sizes of 1 before or within a vector's left out."""
-    if place.row is not None:
-        return (len(MIXES), *shape)
+    """The shape a file has for a tensor of ours."""
     if ours.endswith("time_mix.r_k") and not layout.is_bonus_flat:
         return (sizes.heads, sizes.head_size)
-    return shape[::-1] if place.is_transposed else shape
-
-
-def check_tensor(info: TensorInfo, shape: tuple[int, ...], source: TensorSource) -> None:
-    """Raise ModelError for another shape ([1, 1, C] passes for [C]) or a type that is not read."""
-    if info.shape != shape and _without_ones(info.shape) != shape:
-        raise ModelError(f"{info.name} in {source.path} has shape {info.shape}, expected {shape}")
-    if info.unreadable:
-        raise ModelError(f"{info.name} in {source.path} {info.unreadable}")
-    if info.dtype not in _FLOATS:
-        raise ModelError(f"{info.name} in {source.path} is {info.dtype}, expected float32, bfloat16 or float16")
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[1, 1, C] → [C], [6, 1, 1, C] → [6, C]; matrices as they are."""
-    if len(shape) == 3 and shape[:2] == (1, 1):
-        return shape[2:]
-    return (shape[0], shape[3]) if len(shape) == 4 and shape[1:3] == (1, 1) else shape
-
-
-def listed(names: list[str], most: int = 6) -> str:
-    """The first few names, and how many more there are."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "none") + rest
+    return place.stored_shape(shape)

@@ -1,4 +1,4 @@
-"""Tuned initial states of RWKV-5 to RWKV-7: files with one ``blocks.N.att.time_state`` a layer, and nothing else.
+"""States of RWKV-5 to RWKV-7, and tuned initial ones: files with one ``blocks.N.att.time_state`` a layer, and nothing else.
 
 State tuning trains the matrices that a sequence begins from; token shifts begin at zero as ever. The files in use hold a
 head's matrix as [V, K], ours are [K, V].
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.engine.states import StatePart, StateSpec
 from kittiwake.errors import ModelError
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,3 +45,19 @@ def read_time_state(source: TensorSource, layers: int, heads: int, size: int, *,
             raise ModelError(f"{name} in {source.path} holds values that are not finite", "the file is damaged")
         state[layer] = stored if transpose else stored.transpose(0, 2, 1)
     return state
+
+
+def matrix_state_spec(layers: int, width: int, heads: int) -> StateSpec:
+    """What one sequence of an RWKV-5 to RWKV-7 carries: the normed rows before, and a matrix [K, V] a head."""
+    size = width // heads
+    parts = (StatePart("att_shift", (width,)), StatePart("wkv", (heads, size, size)), StatePart("ffn_shift", (width,)))
+    return StateSpec(layers, parts)
+
+
+def initial_matrix_state(
+    source: TensorSource, layers: int, width: int, heads: int, *, transpose: bool = False
+) -> dict[str, np.ndarray]:
+    """The parts of :func:`matrix_state_spec` that a tuned initial state sets, see :func:`read_time_state`."""
+    wkv = read_time_state(source, layers, heads, width // heads, transpose=transpose)
+    shift = np.zeros((layers, width), dtype=np.float32)
+    return {"att_shift": shift, "wkv": wkv, "ffn_shift": shift.copy()}

@@ -57,6 +57,8 @@ class Picks:
 
     choices: tuple[Choice, ...]
     reason: str = "default"
+    replaced: tuple[str, ...] = ()
+    """What was to serve and gave other bits, or cannot run on this card."""
 
     def choice(self, rows: int) -> Choice:
         """What runs so many rows."""
@@ -210,7 +212,8 @@ class CudaGroup:
         """The pick of this shape, as JSON values."""
         served = {str(most): str(choice) for most, choice in zip(ROW_LIMITS, self.picks.choices, strict=True)}
         served["more"] = served.pop(str(ROW_LIMITS[-1]))
-        return {"shape": self.key, "up_to_rows": served, "reason": self.picks.reason}
+        document = {"shape": self.key, "up_to_rows": served, "reason": self.picks.reason}
+        return document | {"replaced": list(self.picks.replaced)}
 
 
 @contextmanager

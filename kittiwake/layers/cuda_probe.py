@@ -19,6 +19,7 @@ import torch
 import triton
 
 from kittiwake.device import cache_dir
+from kittiwake.errors import DeviceError
 from kittiwake.layers.cuda_linear import (
     ROW_LIMITS,
     Choice,
@@ -44,6 +45,8 @@ _PROVED_AT = {
 }
 _PROVED_ABOVE = (513, 1000)
 _MOST_ROWS = 1000
+_CANNOT_RUN = (RuntimeError, DeviceError, triton.runtime.errors.OutOfResources)
+"""What a launch raises that asks for more than this card has, of shared memory say."""
 _TIMED_ROWS = {1 << 30: 1024}
 _NARROW = {
     1: ((16, 8, 256, 3), (32, 8, 256, 4), (8, 8, 256, 4), (8, 8, 256, 6), (16, 8, 128, 6), (64, 16, 128, 4), (32, 8, 128, 3)),
@@ -51,7 +54,8 @@ _NARROW = {
 }  # fmt: skip
 _TILES = {
     16: ((16, 16, 256, 2, 4), (16, 32, 128, 2, 6), (16, 32, 128, 4, 4), (16, 16, 32, 1, 6), (16, 16, 128, 2, 6)),
-    32: ((32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 32, 32, 1, 6), (32, 64, 64, 4, 5)),
+    32: ((32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4),
+         (32, 32, 32, 1, 6), (32, 64, 64, 4, 5)),
     64: ((64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (64, 64, 128, 4, 4), (64, 16, 32, 1, 6), (64, 32, 64, 4, 4)),
     128: ((64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (128, 64, 64, 4, 4), (128, 32, 64, 4, 4), (64, 32, 32, 2, 4)),
 }  # fmt: skip
@@ -64,17 +68,17 @@ def pick_products(groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dt
         by_key.setdefault(group.key, []).append(group)
     element = groups[0].dtype
     known = _shipped(element) | _found(element)
-    news: dict[str, list[Any]] = {}
+    news: dict[str, tuple[Choice, ...]] = {}
     with exact_products():
         for done, (key, same) in enumerate(by_key.items()):
             out_dtype = out_dtypes.get(key, element)
             if element == torch.float32:
                 picks = default_picks(same[0].depth, element, len(same[0].products) > 1)
             elif key in known:
-                picks = Picks(tuple(_choice(item) for item in known[key]), "measured on this kind of card")
+                picks = Picks(known[key], "measured on this kind of card")
             else:
                 picks = _tune(same, out_dtype)
-                news[key] = [_document(choice) for choice in picks.choices]
+                news[key] = picks.choices
             picks = _proved(same[0], picks, out_dtype)
             for group in same:
                 group.picks = picks
@@ -94,19 +98,16 @@ def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype) -> Picks:
     group.run(
         Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped)), given, expected, overlap=False
     )
-    choices, failed = [], []
+    choices, replaced = [], []
     for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
         counts = _PROVED_AT.get(most, _PROVED_ABOVE)
         if not group.can_run(choice, out_dtype) or not all(
             _agrees(group, choice, given, expected, rows) for rows in counts
         ):
-            failed.append(f"{choice} up to {most} rows")
+            replaced.append(f"{choice} up to {most} rows" if most < ROW_LIMITS[-1] else f"{choice} for more rows")
             choice = Choice("tile", default_tile(group.depth, group.dtype, most, is_grouped))
         choices.append(choice)
-    reason = f"{picks.reason}; bits proved"
-    if failed:
-        reason += f"; replaced, for it gave other bits or cannot run here: {', '.join(failed)}"
-    return Picks(tuple(choices), reason)
+    return Picks(tuple(choices), f"{picks.reason}; bits proved", tuple(replaced))
 
 
 def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +126,7 @@ def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: tor
     try:
         group.run(choice, given[..., :rows, :], out, overlap=False)
         return bool(torch.equal(out, expected[:rows]))
-    except (RuntimeError, triton.runtime.errors.OutOfResources):  # more shared memory than this card has, say
+    except _CANNOT_RUN:
         return False
 
 
@@ -143,7 +144,7 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
         for choice in _candidates(group, most, out_dtype):
             try:
                 timed.append((_time_us(some, choice, given, out), str(choice), choice))
-            except (RuntimeError, triton.runtime.errors.OutOfResources):
+            except _CANNOT_RUN:
                 continue
         choices.append(min(timed)[2])
     return Picks(tuple(choices), "measured on this card")
@@ -151,10 +152,10 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
 
 def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
     yield Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
-    for layout in _NARROW.get(most, ()):
-        yield from _fitting(group, Choice("narrow", Narrow(*layout)), out_dtype)
-    for layout in _TILES[min(max(most, 16), 128)]:
-        yield from _fitting(group, Choice("tile", Config(*layout)), out_dtype)
+    for narrow in _NARROW.get(most, ()):
+        yield from _fitting(group, Choice("narrow", Narrow(*narrow)), out_dtype)
+    for tile in _TILES[min(max(most, 16), 128)]:
+        yield from _fitting(group, Choice("tile", Config(*tile)), out_dtype)
     if most > 8:
         yield from _fitting(group, Choice("library"), out_dtype)
 
@@ -183,7 +184,7 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(groups))
-    return statistics.median(times[1:])
+    return float(statistics.median(times[1:]))
 
 
 # -- what is known
@@ -196,9 +197,21 @@ def _document(choice: Choice) -> list[Any]:
 
 def _choice(item: Sequence[Any]) -> Choice:
     kind, *layout = item
-    if kind == "library":
-        return Choice("library")
-    return Choice(kind, Narrow(*layout) if kind == "narrow" else Config(*layout))
+    layouts: dict[str, Any] = {"narrow": Narrow, "tile": Config, "library": lambda: None}
+    return Choice(kind, layouts[kind](*map(int, layout)))
+
+
+def _choices(text: str) -> dict[str, tuple[Choice, ...]]:
+    """What a file of picks says; shapes that are told in a way of another version are left out."""
+    known = {}
+    for key, items in dict(json.loads(text)["picks"]).items():
+        try:
+            choices = tuple(_choice(item) for item in items)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if len(choices) == len(ROW_LIMITS):
+            known[key] = choices
+    return known
 
 
 def _slug(element: torch.dtype) -> str:
@@ -206,28 +219,29 @@ def _slug(element: torch.dtype) -> str:
     return f"{name}-{str(element).removeprefix('torch.')}"
 
 
-def _shipped(element: torch.dtype) -> dict[str, list[Any]]:
+def _shipped(element: torch.dtype) -> dict[str, tuple[Choice, ...]]:
     """What comes with kittiwake for this card."""
     file = files("kittiwake.layers").joinpath("cuda_picks", f"{_slug(element)}.json")
-    return dict(json.loads(file.read_text(encoding="utf-8"))["picks"]) if file.is_file() else {}
+    return _choices(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _cache_file(element: torch.dtype) -> Path:
     return cache_dir() / "cuda" / f"picks-{_slug(element)}-torch{torch.__version__}-triton{triton.__version__}.json"
 
 
-def _found(element: torch.dtype) -> dict[str, list[Any]]:
+def _found(element: torch.dtype) -> dict[str, tuple[Choice, ...]]:
     """What an earlier load measured; a file that cannot be read is as good as none."""
     try:
-        return dict(json.loads(_cache_file(element).read_text(encoding="utf-8"))["picks"])
+        return _choices(_cache_file(element).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _keep(element: torch.dtype, news: Mapping[str, list[Any]]) -> None:
+def _keep(element: torch.dtype, news: Mapping[str, tuple[Choice, ...]]) -> None:
     """Add to what later loads find; a cache that cannot be written costs time, nothing else."""
     path = _cache_file(element)
-    document = {"card": torch.cuda.get_device_name(), "picks": _found(element) | dict(news)}
+    picks = {key: [_document(choice) for choice in choices] for key, choices in (_found(element) | dict(news)).items()}
+    document = {"card": torch.cuda.get_device_name(), "picks": picks}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")

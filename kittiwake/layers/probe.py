@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -116,16 +117,19 @@ def _same_bits(group: LinearGroup, x: np.ndarray, rows: int) -> bool:
 
 
 def _crossover(group: LinearGroup, x: np.ndarray) -> int:
-    """The smallest timed row count from which torch stays faster; beyond the largest, torch is taken anyway."""
-    best = TIMED_ROWS[-1] * 2
+    """The timed row count from which torch gains the most in all; beyond the largest one, torch is taken anyway.
+
+    Gains are ratios, summed from the largest count down: one disturbed timing then moves nothing by itself.
+    """
+    best, gain, best_gain = TIMED_ROWS[-1] * 2, 0.0, 0.0
     for rows in reversed(TIMED_ROWS):
         y = np.zeros((padded(rows), group.columns), dtype=np.float32)
         part = x[: padded(rows)]
         narrow = _best_seconds(lambda p=part, r=rows, o=y: group.run_narrow(p, r, o))  # type: ignore[misc]
         wide = _best_seconds(lambda p=part, r=rows, o=y: group.run_wide(p, r, o))  # type: ignore[misc]
-        if wide > narrow:
-            break
-        best = rows
+        gain += math.log(narrow / wide)
+        if gain >= best_gain:
+            best, best_gain = rows, gain
     return best
 
 
@@ -150,7 +154,7 @@ def _machine_key(threads: int) -> str:
             kernels_digest(),
             str(threads),
             str(PROBE_ROWS),
-            "1",
+            "2",
             *settings,
         )
     )

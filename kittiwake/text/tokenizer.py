@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from kittiwake.text.bytes_level import BytesTokenizer
 from kittiwake.text.table import MAX_FILE_BYTES, TOKENIZER_FILE
 from kittiwake.text.world import WORLD_ROWS, WORLD_VOCABULARY_SHA256, WorldTokenizer
 
-KINDS = ("world", "hf", "bytes")
+KINDS = ("world", "gpt-neox", "hf", "bytes")
 
 _GPT_NEOX_ROWS = 50_277
 _BYTES_ROWS = 256
@@ -22,7 +23,7 @@ class Tokenizer(Protocol):
     """Text ↔ token ids, and the exact bytes of each token."""
 
     kind: str
-    """``"world"``, ``"hf"`` or ``"bytes"``: with files(), enough to rebuild it."""
+    """One of KINDS: with files(), enough to rebuild it."""
     vocab_size: int
     """Ids run from 0 to vocab_size - 1; some may be unused."""
     eos_ids: tuple[int, ...]
@@ -60,9 +61,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """A tokenizer from its kind (with its files, as a bundle has them) or from a path.
 
-    ``"world"`` and ``"bytes"`` need no files, ``"hf"`` needs ``tokenizer.json`` in ``files``. Anything else, and any
-    ``Path``, is a ``tokenizer.json``, a folder that holds one, or a copy of the World vocabulary. ``eos_ids`` overrides
-    the end-of-text ids of a ``tokenizer.json``.
+    ``"world"``, ``"gpt-neox"`` and ``"bytes"`` need no files, ``"hf"`` needs ``tokenizer.json`` in ``files``. Anything
+    else, and any ``Path``, is a ``tokenizer.json``, a folder that holds one, or a copy of the World vocabulary.
+    ``eos_ids`` overrides the end-of-text ids of a ``tokenizer.json``.
 
     Raises TokenizerError for a file that is missing, damaged or left over, UsageError for eos_ids of another kind.
     """
@@ -90,12 +91,10 @@ def default_tokenizer(vocab_size: int) -> Tokenizer:
     if vocab_size == WORLD_ROWS:
         return load_tokenizer("world")
     if vocab_size == _GPT_NEOX_ROWS:
-        raise TokenizerError(
-            f"a model of {vocab_size} rows needs the tokenizer of GPT-NeoX 20B", "pass its tokenizer.json (20B)"
-        )
+        return load_tokenizer("gpt-neox")
     raise TokenizerError(
         f"a vocabulary of {vocab_size} rows does not tell its tokenizer "
-        f"({_BYTES_ROWS} is bytes, {WORLD_ROWS} is RWKV World)",
+        f"({_BYTES_ROWS} is bytes, {_GPT_NEOX_ROWS} GPT-NeoX, {WORLD_ROWS} RWKV World)",
         "pass the tokenizer.json that belongs to the model",
     )
 
@@ -115,11 +114,21 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     else:
         return
     hints = {WORLD_ROWS: "RWKV World models need tokenizer 'world'", _BYTES_ROWS: "256 rows need tokenizer 'bytes'"}
-    hints[_GPT_NEOX_ROWS] = "50277 rows need the tokenizer.json of GPT-NeoX 20B"
+    hints[_GPT_NEOX_ROWS] = "50277 rows need tokenizer 'gpt-neox'"
     raise TokenizerError(
         f"the tokenizer '{tokenizer.kind}' {reason}",
         hints.get(vocab_size, "pass the tokenizer.json that belongs to the model"),
     )
+
+
+def with_ends(tokenizer: Tokenizer, end_ids: Iterable[int]) -> Tokenizer:
+    """The same tokenizer, these ids ending a text as well as its own, which stay the first; texts encode as before."""
+    more = [token for token in end_ids if token not in tokenizer.eos_ids]
+    if not more:
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.eos_ids = (*tokenizer.eos_ids, *more)
+    return tokenizer
 
 
 def _load_kind(kind: str, files: Mapping[str, bytes], eos_ids: Sequence[int] | None) -> Tokenizer:
@@ -131,6 +140,10 @@ def _load_kind(kind: str, files: Mapping[str, bytes], eos_ids: Sequence[int] | N
         return _load_hf(files[TOKENIZER_FILE], TOKENIZER_FILE, eos_ids)
     if eos_ids is not None:
         raise UsageError(f"the end-of-text ids of tokenizer '{kind}' are fixed")
+    if kind == "gpt-neox":
+        from kittiwake.text.gpt_neox import GptNeoxTokenizer
+
+        return GptNeoxTokenizer()
     return WorldTokenizer() if kind == "world" else BytesTokenizer()
 
 

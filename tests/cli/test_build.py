@@ -46,6 +46,7 @@ def test_options_reach_the_builder(
         "goldens": 3,
         "max_shard_bytes": 15_000_000,
         "group_norm_eps": None,
+        "rescale_every": None,
     }
 
 
@@ -60,6 +61,13 @@ def test_another_epsilon_reaches_the_builder_once(call: Call, built: list[Any]) 
     call("build", "in.pth", "-o", "out")
     assert [options["group_norm_eps"] for _, _, options in built] == [1e-4, None]
     assert call("build", "in.pth", "-o", "out", "--group-norm-eps", "2").code == 2
+
+
+def test_rescaling_reaches_the_builder_once(call: Call, built: list[Any]) -> None:
+    call("build", "in.pth", "-o", "out", "--rescale-every", "6")
+    call("build", "in.pth", "-o", "out")
+    assert [options["rescale_every"] for _, _, options in built] == [6, None]
+    assert call("build", "in.pth", "-o", "out", "--rescale-every", "-1").code == 2
 
 
 @pytest.mark.parametrize("wrong", ["in.pth", "in.pth -o out --precision int8", "in.pth -o out --goldens -1", "-o out"])

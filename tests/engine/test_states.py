@@ -72,6 +72,19 @@ def test_an_allocated_slot_is_clear_whatever_was_in_it() -> None:
     assert holds(table, slot, 0) and table.positions[slot] == 0
 
 
+def test_a_part_begins_with_what_its_family_says() -> None:
+    spec = StateSpec(2, (StatePart("num", (3,)), StatePart("top", (3,), fill=-1e38)))
+    table = StateTable(spec, 2)
+    slot, other = table.allocate(), table.allocate()
+    for name, value in (("num", 0), ("top", np.float32(-1e38))):
+        assert (table.part(name) == value).all()  # the scratch slot too
+    for name in ("num", "top"):
+        table.part(name)[:] = 5
+    table.clear(slot)
+    assert (table.part("num")[:, slot] == 0).all() and (table.part("top")[:, slot] == np.float32(-1e38)).all()
+    assert (table.part("top")[:, other] == 5).all()
+
+
 def test_clearing_touches_one_slot_only() -> None:
     table = StateTable(SPEC, 3)
     slots = [table.allocate() for _ in range(3)]

@@ -251,9 +251,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tensors: Tensors, me
 @pytest.mark.parametrize(
     ("names", "guess"),
     [
-        (("emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.time_decay"), "RWKV-6"),
-        (("emb.weight", "blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"), "RWKV-5"),
-        (("emb.weight", "blocks.0.att.time_decay"), "RWKV-4"),
+        (("emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.lambda"), "RWKV-6"),
         (("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"), "a transformer"),
         (("transformer.h.0.attn.c_attn.weight",), "a transformer"),
         (("conv.weight",), "its tensors begin with conv.weight"),
@@ -300,7 +298,7 @@ def test_canonical_tensors_make_the_same_model(shape: Rwkv7Shape) -> None:
     source.format = "bundle"
     family = family_named("rwkv7")
     family.check_canonical(source, config)
-    model = family.build(config, family.canonical(source, config), dtype="bf16", threads=2)
+    model = family.build(config, family.canonical(source, config), device="cpu", dtype="bf16", threads=2)
     assert run(model, ids)[0].tobytes() == run(load(tensors), ids)[0].tobytes()
     products = [tensor for tensor in ours.values() if tensor.dim() == 2]
     assert all(tensor.dtype == torch.bfloat16 for tensor in products)
@@ -368,12 +366,12 @@ def test_a_model_that_was_not_given_every_tensor_says_which() -> None:
     config, ours = canonical(tiny_tensors())
     del ours["layers.1.time_mix.k_a"], ours["head.weight"]
     with pytest.raises(ModelError, match=r"tensors missing: head\.weight, layers\.1\.time_mix\.k_a"):
-        Rwkv7Family().build(config, ours.items(), dtype="fp32", threads=2)
+        Rwkv7Family().build(config, ours.items(), device="cpu", dtype="fp32", threads=2)
 
 
 def test_families_are_found_by_name() -> None:
     assert family_named("rwkv7").name == "rwkv7"
-    with pytest.raises(BundleError, match="family is 'rwkv9'; known: rwkv7"):
+    with pytest.raises(BundleError, match=r"family is 'rwkv9'; known: .*rwkv7"):
         family_named("rwkv9")
 
 

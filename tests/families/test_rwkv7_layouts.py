@@ -340,12 +340,12 @@ def test_other_models_are_told_apart(tmp_path: Path) -> None:
     from gguf import GGUFWriter
 
     path = tmp_path / "m.gguf"
-    writer = GGUFWriter(path, "rwkv6")
+    writer = GGUFWriter(path, "rwkv6qwen2")
     writer.add_tensor("blk.0.time_mix_r_k.weight", np.zeros(4, np.float32))
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         step()
     writer.close()
-    with pytest.raises(ModelError, match="its architecture is 'rwkv6'"):
+    with pytest.raises(ModelError, match="its architecture is 'rwkv6qwen2'"):
         recognise(open_checkpoint(path))
 
 

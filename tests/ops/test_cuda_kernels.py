@@ -74,8 +74,8 @@ def test_products_compile(capability: int, dtype: torch.dtype) -> None:
     from kittiwake.layers.cuda_linear import default_tile
     from kittiwake.ops.matmul.triton import rows_kernel
 
-    types = {name: DTYPES[dtype] for name in "xwy"}
-    types |= {"tiles": "*i64", "activations": "*i32"} | {name: "i32" for name in ("M", "x_stride", "x_group", "y_stride")}
+    types = dict.fromkeys("xwy", DTYPES[dtype])
+    types |= {"tiles": "*i64", "activations": "*i32"} | dict.fromkeys(("M", "x_stride", "x_group", "y_stride"), "i32")
     for rows, depth, is_grouped in ((1, 2048, True), (32, 40, True), (1000, 768, False)):
         tile = default_tile(depth, dtype, rows, is_grouped)
         fixed = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "EVEN": depth % tile.bk == 0, "ALIGN": 16, "PADDED": 16}
@@ -95,10 +95,12 @@ def test_row_kernels_compile_and_contract_nothing(capability: int, width: int) -
     """A multiply-add here and a product with a sum there would round a row's norm in two ways."""
     from kittiwake.ops.shift_mix import triton as rows
 
-    types = {name: "*fp32" for name in ("x", "x_out", "norm", "mixes", "shift", "last", "weight", "bias", "first", "second")}
-    types |= {name: "*fp16" for name in ("y", "mixed", "table", "out")} | {"drawn": "*i64", "eps": "fp32"}
-    types |= {name: "*i32" for name in ("ids", "owners", "slots", "starts", "rows")}
-    types |= {name: "i32" for name in ("C", "mixed_stride", "L", "B", "S")}
+    types = dict.fromkeys(
+        ("x", "x_out", "norm", "mixes", "shift", "last", "weight", "bias", "first", "second"), "*fp32"
+    )
+    types |= dict.fromkeys(("y", "mixed", "table", "out"), "*fp16") | {"drawn": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("ids", "owners", "slots", "starts", "rows"), "*i32")
+    types |= dict.fromkeys(("C", "mixed_stride", "L", "B", "S"), "i32")
     overlap = capability >= 90
     options = rows._options(width, overlap)
     fixed = {name: options.pop(name) for name in ("BLOCK", "OVERLAP", "EARLY")}
@@ -224,16 +226,41 @@ def test_heads_are_padded_to_whole_warps() -> None:
     assert [scans.padded_head(size) for size in (1, 31, 32, 33, 64, 65)] == [32, 32, 32, 64, 64, 96]
 
 
-@pytest.mark.parametrize(("states", "place"), [(1, 0), (16, 0), (17, 1), (48, 1), (49, 2), (97, 3), (10**6, 3)])
+def bare_scan(head_size: int, dtype: torch.dtype) -> scans.Wkv7:
+    """What chooses between kernels, without the kernels: those are loaded into a card."""
+    made = object.__new__(scans.Wkv7)
+    made.head_size, made.padded, made._tilings = head_size, scans.padded_head(head_size), scans.TILINGS
+    made._source = ("", (), dtype)
+    return made
+
+
+@pytest.mark.parametrize(("states", "place"), [(1, 0), (16, 0), (17, 1), (48, 1), (49, 2), (97, 3), (1 << 31, 3)])
 def test_the_tiling_of_a_scan_follows_the_number_of_states(states: int, place: int) -> None:
-    limits = [most for most, _ in scans.TILINGS]
-    assert limits == sorted(limits)
-    assert next(index for index, most in enumerate(limits) if states <= most) == place
+    assert bare_scan(64, torch.float16).tiling(states) == scans.TILINGS[place][1]
+
+
+def test_decoding_makes_the_low_rank_products_itself_where_it_can() -> None:
+    ranks = (64, 64, 128, 32)
+    assert bare_scan(64, torch.float16).can_take_low(ranks, 1)
+    assert bare_scan(32, torch.bfloat16).can_take_low(ranks, scans.LOW_ROWS)
+    assert not bare_scan(64, torch.float16).can_take_low(ranks, scans.LOW_ROWS + 1)
+    assert not bare_scan(64, torch.float32).can_take_low(ranks, 1)  # there is no such product in float32
+    assert not bare_scan(48, torch.float16).can_take_low(ranks, 1)
+    assert not bare_scan(64, torch.float16).can_take_low((64, 64, 128, 12), 1)  # not whole groups of 16 bytes
+    assert not bare_scan(64, torch.float16).can_take_low((1024, 1024, 1024, 1024), 1)  # more than fits on chip
 
 
 def test_scans_are_compiled_with_what_they_are_told() -> None:
     tiling = scans.Tiling(4, 32, 8, 3)
-    assert scans.defines(40, torch.bfloat16, tiling) == ("D=40", "DP=64", "DT=2", "R=4", "ROWS=32", "STEPS=8", "STAGES=3")
+    assert scans.defines(40, torch.bfloat16, tiling) == (
+        "D=40",
+        "DP=64",
+        "DT=2",
+        "R=4",
+        "ROWS=32",
+        "STEPS=8",
+        "STAGES=3",
+    )
     assert tiling.ring_values(64) == 3 * 8 * 6 * 64
     assert products.defines(torch.float16, Narrow(32, 8, 128, 3), 16, is_wide_out=True) == (
         "DT=1", "BN=32", "BK=128", "STAGES=3", "WN=8", "ROWS=16", "OUT32=1",

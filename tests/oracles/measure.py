@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
-from kittiwake.bench.shapes import Rwkv7Shape
+
+class HasVocabulary(Protocol):
+    """The shape of any family."""
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding."""
 
 
 def relative_error(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
@@ -14,6 +22,6 @@ def relative_error(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
-def random_ids(shape: Rwkv7Shape, count: int) -> list[int]:
+def random_ids(shape: HasVocabulary, count: int) -> list[int]:
     """Return `count` token ids within the vocabulary, the same ones every time."""
     return [int(token) for token in np.random.default_rng(count).integers(0, shape.vocab, count)]

@@ -1,11 +1,11 @@
-"""The `rwkv` package (BlinkDL/ChatRWKV) as a reference for RWKV-7 on the CPU, run in a process of its own.
+"""The `rwkv` package (BlinkDL/ChatRWKV) as a reference for RWKV-4 to RWKV-7 on the CPU, run in a process of its own.
 
 The package chooses the model version from the environment when it is imported, sets process-wide torch flags and
 prints; none of that may reach the tests. This file is both sides: `run` and `time_package` write a request into a
 temporary folder and start this file as a script, which answers there.
 
-Known differences from the equations: exp(-0.5) is rounded to 0.606531 (5.6e-7), and the group norm's epsilon is 64e-5
-whatever the head size.
+Known differences from the equations: RWKV-7's exp(-0.5) is rounded to 0.606531 (5.6e-7), and the group norm's epsilon is
+64e-5 whatever the head size. RWKV-5.0 and 5.1 run a prompt through powers of their decays and a [T, T] matrix a head.
 """
 
 from __future__ import annotations
@@ -31,13 +31,23 @@ import torch
 Array = npt.NDArray[np.float32]
 
 SKIP_REASON = "the `rwkv` package is not installed (it comes with the dev extra)"
-ENVIRONMENT = {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
-STATE_PARTS = ("att_shift", "wkv", "ffn_shift")
+ENVIRONMENT = {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+_MATRIX_STATE = ("att_shift", "wkv", "ffn_shift")
+STATE_PARTS = {
+    "rwkv4": ("att_shift", "num", "den", "top", "ffn_shift"),
+    "rwkv5": _MATRIX_STATE,
+    "rwkv6": _MATRIX_STATE,
+    "rwkv7": _MATRIX_STATE,
+}
+"""By family: what the package keeps of each layer, in its order."""
 
 
 @dataclass(frozen=True)
 class PackageRun:
-    """Logits [T, vocabulary] at every position; state: att_shift [L, C], wkv [L, H, V, K], ffn_shift [L, C]."""
+    """Logits [T, vocabulary] at every position; state: the parts of STATE_PARTS, [L, C] each.
+
+    ``wkv`` is [L, H, K, V] in RWKV-5 and 6, and [L, H, V, K] in RWKV-7.
+    """
 
     logits: Array
     state: dict[str, Array]
@@ -68,6 +78,7 @@ def run(
     ids: Sequence[int],
     state: Mapping[str, npt.NDArray[Any]] | None = None,
     *,
+    family: str = "rwkv7",
     cuts: Sequence[int] = (),
     strategy: str = "cpu fp32",
     threads: int = 1,
@@ -81,19 +92,21 @@ def run(
     pieces = [list(ids[start:end]) for start, end in itertools.pairwise(bounds)]
     if not all(pieces):
         raise ValueError(f"cuts {list(cuts)} leave an empty piece of {len(ids)} ids")
-    request: dict[str, Any] = {"pieces": pieces, "strategy": strategy, "threads": threads}
+    request: dict[str, Any] = {"pieces": pieces, "family": family, "strategy": strategy, "threads": threads}
+    parts = STATE_PARTS[family]
     with tempfile.TemporaryDirectory() as folder:
         if state is not None:
-            given: dict[str, Any] = {part: np.asarray(state[part], dtype=np.float32) for part in STATE_PARTS}
+            given: dict[str, Any] = {part: np.asarray(state[part], dtype=np.float32) for part in parts}
             np.savez(Path(folder, "state.npz"), **given)
         _ask(Path(folder), tensors, request)
         with np.load(Path(folder, "answer.npz")) as answer:
-            return PackageRun(answer["logits"], {part: answer[part] for part in STATE_PARTS})
+            return PackageRun(answer["logits"], {part: answer[part] for part in parts})
 
 
 def time_package(
     tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | Path,
     *,
+    family: str = "rwkv7",
     prompt_tokens: int,
     decode_tokens: int,
     repeats: int = 5,
@@ -105,6 +118,7 @@ def time_package(
     Loading and two rounds of warming up (the package compiles with TorchScript) are not counted.
     """
     request = {
+        "family": family,
         "prompt_tokens": prompt_tokens,
         "decode_tokens": decode_tokens,
         "repeats": repeats,
@@ -128,6 +142,8 @@ def _ask(folder: Path, tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | 
     request = {**request, "model": str(model.with_suffix(""))}  # the package appends .pth
     Path(folder, "request.json").write_text(json.dumps(request), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")} | ENVIRONMENT
+    environment["RWKV_V7_ON"] = "1" if request["family"] == "rwkv7" else "0"
+    environment["RWKV_JIT_ON"] = "0" if "pieces" in request else "1"  # compiling pays only when timed
     command = [sys.executable, "-P", __file__, str(folder)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     if process.returncode:
@@ -138,9 +154,9 @@ def _answer(folder: Path) -> None:
     """Child process: load the model and answer the request found in `folder`."""
     request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])
-    from rwkv.model import RWKV_x070  # type: ignore[import-untyped]
+    from rwkv.model import RWKV  # type: ignore[import-untyped]
 
-    model = RWKV_x070(request["model"], request["strategy"])
+    model = RWKV(request["model"], request["strategy"])
     if "pieces" in request:
         _answer_run(folder, model, request)
     else:
@@ -148,26 +164,26 @@ def _answer(folder: Path) -> None:
 
 
 def _answer_run(folder: Path, model: Any, request: dict[str, Any]) -> None:
-    """Run the pieces one after another and save logits and state. The package keeps three tensors a layer in a list."""
-    state = model.generate_zero_state()
+    """Run the pieces one after another and save logits and state. The package keeps a list, layer by layer."""
+    names = STATE_PARTS[request["family"]]
+    state = model.generate_zero_state() if request["family"] == "rwkv7" else None
     if Path(folder, "state.npz").exists():
         with np.load(Path(folder, "state.npz")) as given:
-            for index, part in enumerate(STATE_PARTS):
-                for layer, tensor in enumerate(torch.from_numpy(given[part])):
-                    state[3 * layer + index] = tensor.to(state[3 * layer + index].dtype)
+            arrays = [given[name] for name in names]
+        state = [torch.from_numpy(np.ascontiguousarray(part)) for layer in zip(*arrays, strict=True) for part in layer]
     rows = []
     for piece in request["pieces"]:
         logits, state = model.forward(piece, state, True)
         rows.append(logits.float().reshape(len(piece), -1).numpy())
     parts: dict[str, Any] = {
-        part: torch.stack(state[index::3]).float().numpy() for index, part in enumerate(STATE_PARTS)
+        name: torch.stack(state[index :: len(names)]).float().numpy() for index, name in enumerate(names)
     }
     np.savez(Path(folder, "answer.npz"), logits=np.concatenate(rows), **parts)
 
 
 def _answer_timing(folder: Path, model: Any, request: dict[str, Any]) -> None:
     """Time prompts and steps on ids that need no tokenizer."""
-    vocab = model.args.vocab_size
+    vocab = getattr(model.args, "vocab_size", None) or model.w["emb.weight"].shape[0]  # by version
     prompt = [(7919 * position + 1) % vocab for position in range(request["prompt_tokens"])]
     steps = [(104729 * position + 2) % vocab for position in range(request["decode_tokens"])]
     prompt_samples: list[float] = []

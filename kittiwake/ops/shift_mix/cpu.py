@@ -24,7 +24,7 @@ def embed_rows(table, token_ids, weight, bias, eps, x):  # type: ignore[no-untyp
 
 
 @kernel()
-def _norm_rows(x, y, weight, bias, eps, normed, first, last):  # type: ignore[no-untyped-def]
+def add_and_norm_rows(x, y, weight, bias, eps, normed, first, last):  # type: ignore[no-untyped-def]
     """x += y (when y has rows), normed = layer norm of x, for rows first to last."""
     for i in range(first, last):
         row = x[i]
@@ -51,7 +51,7 @@ def _mix_rows(normed, starts, slots, owner, shift, mix, out, first, last):  # ty
 
 
 @kernel()
-def _keep_last(normed, starts, slots, shift):  # type: ignore[no-untyped-def]
+def keep_last_rows(normed, starts, slots, shift):  # type: ignore[no-untyped-def]
     """shift[slot] = the normed last row of each sequence."""
     for b in range(slots.shape[0]):
         last, kept = normed[starts[b + 1] - 1], shift[slots[b]]
@@ -62,19 +62,19 @@ def _keep_last(normed, starts, slots, shift):  # type: ignore[no-untyped-def]
 @kernel()
 def _serial(x, y, weight, bias, eps, starts, slots, owner, shift, mix, normed, out, parts):  # type: ignore[no-untyped-def]
     rows = owner.shape[0]
-    _norm_rows(x, y, weight, bias, eps, normed, 0, rows)
+    add_and_norm_rows(x, y, weight, bias, eps, normed, 0, rows)
     _mix_rows(normed, starts, slots, owner, shift, mix, out, 0, rows)
-    _keep_last(normed, starts, slots, shift)
+    keep_last_rows(normed, starts, slots, shift)
 
 
 @kernel(parallel=True)
 def _parallel(x, y, weight, bias, eps, starts, slots, owner, shift, mix, normed, out, parts):  # type: ignore[no-untyped-def]
     rows = owner.shape[0]
     for part in prange(parts):
-        _norm_rows(x, y, weight, bias, eps, normed, rows * part // parts, rows * (part + 1) // parts)
+        add_and_norm_rows(x, y, weight, bias, eps, normed, rows * part // parts, rows * (part + 1) // parts)
     for part in prange(parts):
         _mix_rows(normed, starts, slots, owner, shift, mix, out, rows * part // parts, rows * (part + 1) // parts)
-    _keep_last(normed, starts, slots, shift)
+    keep_last_rows(normed, starts, slots, shift)
 
 
 def shift_mix(

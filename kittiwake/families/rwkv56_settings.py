@@ -1,0 +1,135 @@
+"""What comes beside the tensors of an RWKV-5 or 6 in a ``config.json`` or GGUF metadata: checked key by key, epsilons taken.
+
+Sizes are read from the tensors; a key that states one must agree. Any key that is not known is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kittiwake.families.rwkv_settings import HARMLESS_CONFIG, HARMLESS_GGUF, NORM_EPS, Settings
+
+GROUP_NORM_EPS = 64e-5
+"""A constant of BlinkDL's models, whatever the head size: they were trained on outputs divided by 8, with 1e-5."""
+DIVIDED_EPS = 1e-5
+"""The epsilon of the group norm of outputs that are divided by ``head_size_divisor`` first."""
+MAX_HALVINGS = 64
+_NORM_KEYS = ("layer_norm_epsilon", "layer_norm_eps", "norm_eps")
+_GROUP_NORM_KEYS = ("group_norm_epsilon", "group_norm_eps")
+
+
+@dataclass(frozen=True)
+class Epsilons:
+    """The two epsilons and, for each, where it comes from."""
+
+    norm: float
+    group_norm: float
+    norm_origin: str
+    group_norm_origin: str
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the tensors say, for keys that state it too."""
+
+    version: str
+    """ "5.0", "5.1", "5.2" or "6.0"."""
+    layers: int
+    width: int
+    heads: int
+    ffn: int
+    vocab: int
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.width // self.heads
+
+
+def read_config(stated: Stated, layout: str, config: Mapping[str, Any] | None, path: Path) -> Epsilons:
+    """Check the keys of a folder's config.json and take the epsilons. Raises ModelError naming key and values."""
+    found = dict(config or {})
+    settings = Settings(found, f"config.json of {path}")
+    number = stated.version[0]
+    settings.check_architectures(f"Rwkv{number}ForCausalLM")
+    settings.expect_one_of("model_type", (f"rwkv{number}",))
+    settings.expect_one_of("model_version", (stated.version.replace(".", "_"), None))
+    settings.expect_one_of("tie_word_embeddings", (False,))
+    settings.expect_one_of("quantization_config", (None,))
+    sizes: dict[str, Any] = {
+        "vocab_size": stated.vocab,
+        "hidden_size": stated.width,
+        "attention_hidden_size": stated.width,
+        "num_hidden_layers": stated.layers,
+        "head_size": stated.head_size,
+        "intermediate_size": stated.ffn,
+    }
+    if found.get("head_size") is None:  # else nobody looks at it, and published folders give the head size there
+        sizes["num_attention_heads"] = stated.heads
+    for key, size in sizes.items():
+        settings.expect(key, size)
+    # transformers halves the stream when it runs the model, the stored weights are whole: see rwkv_rescale.py
+    _expect_layers(settings, "rescale_every", stated.layers)
+    settings.seen |= HARMLESS_CONFIG | {"num_attention_heads"}
+    norm, origin = settings.take_epsilon(_NORM_KEYS, NORM_EPS, "config.json")
+    group, group_origin = GROUP_NORM_EPS, f"constant of {layout} files"
+    if (divisor := _divisor(settings)) is not None:
+        group, group_origin = DIVIDED_EPS * divisor**2, f"config.json: {DIVIDED_EPS} × head_size_divisor²"
+    group, group_origin = settings.take_epsilon(_GROUP_NORM_KEYS, group, "config.json", group_origin)
+    settings.refuse_others()
+    return Epsilons(norm, group, origin, group_origin)
+
+
+def _expect_layers(settings: Settings, key: str, layers: int) -> None:
+    """After how many layers the stream is halved: a whole number, and not so few that the scale leaves float32."""
+    settings.seen.add(key)
+    every = settings.found.get(key)
+    if every is None:
+        return
+    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 0
+    if not is_count or (every and layers // every > MAX_HALVINGS):
+        raise settings.fail(key, "a whole number of layers, or 0")
+
+
+def _divisor(settings: Settings) -> float | None:
+    """``head_size_divisor``, by which the code of the folders divides what goes into the group norm."""
+    key = "head_size_divisor"
+    settings.seen.add(key)
+    value = settings.found.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 256:
+        raise settings.fail(key, "a number above 0 and up to 256")
+    return float(value)
+
+
+def read_metadata(stated: Stated, ranks: Mapping[str, int], metadata: Mapping[str, Any], path: Path) -> Epsilons:
+    """Check the ``rwkv6.`` keys of a GGUF file; others speak of the file, its makers or the tokenizer.
+
+    ``ranks`` are the low-rank pairs' by key. Raises ModelError naming key and values.
+    """
+    prefix = "rwkv6."
+    found = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    settings = Settings(found, f"metadata of {path}", prefix)
+    sizes: dict[str, Any] = {
+        "vocab_size": stated.vocab,
+        "embedding_length": stated.width,
+        "block_count": stated.layers,
+        "feed_forward_length": stated.ffn,
+        "wkv.head_size": stated.head_size,
+        "token_shift_count": 2,
+        **ranks,
+    }
+    for key, value in sizes.items():
+        settings.expect(key, value)
+    _expect_layers(settings, "rescale_every_n_layers", stated.layers)
+    settings.seen |= HARMLESS_GGUF
+    norm, origin = settings.take_epsilon(("attention.layer_norm_epsilon",), NORM_EPS, "metadata")
+    group, group_origin = settings.take_epsilon(
+        ("attention.group_norm_epsilon",), GROUP_NORM_EPS, "metadata", "constant of llama.cpp's rwkv6"
+    )
+    settings.refuse_others()
+    return Epsilons(norm, group, origin, group_origin)

@@ -1,0 +1,189 @@
+"""RWKV-6 ("x060"): the family's side of the contract, and the forward.
+
+Sources: RWKV-LM, RWKV-v5/src/model.py; arXiv 2404.05892. Names are in rwkv6_names.py, settings in rwkv56_settings.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.engine.states import StateSpec
+from kittiwake.errors import BundleError, ModelError
+from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.families.rwkv6_names import (
+    CHANNEL_MIXES,
+    GGUF,
+    MIXES,
+    PRODUCTS,
+    RANKS,
+    Sizes,
+    canonical_shapes,
+    find_layout,
+    places_of,
+    read_sizes,
+)
+from kittiwake.families.rwkv56_names import check_places
+from kittiwake.families.rwkv56_settings import Stated, read_config, read_metadata
+from kittiwake.families.rwkv_channel_mix import GatedChannelMix
+from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer, RwkvCpuModel
+from kittiwake.families.rwkv_family import (
+    RwkvFamily,
+    check_manifest_count,
+    check_manifest_epsilons,
+    check_manifest_keys,
+)
+from kittiwake.families.rwkv_names import Place, Shapes
+from kittiwake.families.rwkv_time_state import initial_matrix_state, matrix_state_spec
+from kittiwake.layers.linear import Product
+from kittiwake.ops.dynamic_mix.cpu import close_mix, open_mix
+from kittiwake.ops.wkv6.cpu import time_mix
+
+_EXTRA = ("heads", "ffn", "ranks", "norm_eps", "group_norm_eps")
+
+
+def _sizes(config: ModelConfig) -> Sizes:
+    extra = config.extra
+    ranks = extra["ranks"]
+    return Sizes(
+        config.layers, config.width, extra["heads"], extra["ffn"], config.vocab_size, ranks["mix"], ranks["decay"]
+    )
+
+
+class Rwkv6Family(RwkvFamily):
+    """The family's side of the contract."""
+
+    name = "rwkv6"
+
+    def recognises(self, source: TensorSource) -> bool:
+        """RWKV-6 is told by its token shifts ``time_maa``, and in GGUF by the architecture."""
+        return find_layout(source) is not None
+
+    def read_config(self, source: TensorSource) -> ModelConfig:
+        """Sizes from the tensors, every tensor checked by name and shape; epsilons from the settings, each key checked."""
+        layout = find_layout(source)
+        if layout is None:
+            raise ModelError(f"{source.path} does not hold the tensors of an RWKV-6")
+        sizes = read_sizes(layout, source)
+        stated = Stated("6.0", sizes.layers, sizes.width, sizes.heads, sizes.ffn, sizes.vocab)
+        if layout is GGUF:
+            ranks = {"time_mix_extra_dim": sizes.mix_rank, "time_decay_extra_dim": sizes.decay_rank}
+            eps = read_metadata(stated, ranks, source.config or {}, source.path)
+        else:
+            eps = read_config(stated, layout.key, source.config, source.path)
+        check_places(source, places_of(layout, sizes, source), canonical_shapes(sizes), "RWKV-6")
+        extra: dict[str, Any] = {
+            "heads": sizes.heads,
+            "ffn": sizes.ffn,
+            "ranks": {"mix": sizes.mix_rank, "decay": sizes.decay_rank},
+            "norm_eps": eps.norm,
+            "group_norm_eps": eps.group_norm,
+        }
+        origins = {"layout": layout.key, "norm_eps": eps.norm_origin, "group_norm_eps": eps.group_norm_origin}
+        return ModelConfig("rwkv6", sizes.layers, sizes.width, sizes.vocab, extra, origins)
+
+    def shapes(self, config: ModelConfig) -> Shapes:
+        """See :class:`RwkvFamily`."""
+        return canonical_shapes(_sizes(config))
+
+    def places(self, source: TensorSource, config: ModelConfig) -> Mapping[str, Place] | None:
+        """See :class:`RwkvFamily`."""
+        layout = find_layout(source)
+        return None if layout is None else places_of(layout, _sizes(config), source)
+
+    def state_spec(self, config: ModelConfig) -> StateSpec:
+        """See :class:`RwkvFamily`."""
+        return matrix_state_spec(config.layers, config.width, config.extra["heads"])
+
+    def make_model(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> Rwkv6Model:
+        """See :class:`RwkvFamily`."""
+        return Rwkv6Model(config, self.state_spec(config), dtype, threads, progress)
+
+    def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
+        """The config a bundle's manifest gives; strict about keys and kinds."""
+        check_manifest_keys(model, "rwkv6", _EXTRA)
+        if not isinstance(model["ranks"], dict) or set(model["ranks"]) != set(RANKS):
+            raise BundleError(f"manifest model.ranks must name {sorted(RANKS)}, got {model['ranks']!r}")
+        numbers = {key: model[key] for key in ("layers", "width", "vocab_size", "heads", "ffn")}
+        for key, value in (numbers | model["ranks"]).items():
+            check_manifest_count(key, value)
+        check_manifest_epsilons(model, "norm_eps", "group_norm_eps")
+        if model["width"] % model["heads"]:
+            raise BundleError(f"manifest model.width {model['width']} is not a multiple of heads {model['heads']}")
+        origins = {"layout": "bundle", "norm_eps": "manifest", "group_norm_eps": "manifest"}
+        extra = {key: model[key] for key in _EXTRA}
+        return ModelConfig("rwkv6", model["layers"], model["width"], model["vocab_size"], extra, origins)
+
+
+class _Layer(RwkvCpuLayer):
+    """Weights of one layer as its forward wants them."""
+
+    def __init__(self, index: int, sizes: Sizes, group: MakeGroup) -> None:
+        width = sizes.width
+        super().__init__(index, width)
+        prefix = f"{self.prefix}time_mix."
+        rank = sizes.mix_rank
+        self.mix_down = self.group(group, Product(f"{prefix}mix_down", width, len(MIXES) * rank, 0, "tanh"))
+        ups = (Product(f"{prefix}mix_up_{letter}", rank, width, i * rank) for i, letter in enumerate(MIXES))
+        self.mix_up = self.group(group, *ups)
+        columns = {letter: index * width for index, letter in enumerate(MIXES)}
+        letters = {"receptance": "r", "key": "k", "value": "v", "gate": "g"}
+        self.projections = self.group(
+            group,
+            *(Product(f"{prefix}{name}.weight", width, width, columns[letters[name]]) for name in PRODUCTS[:-1]),
+            Product(f"{prefix}decay_down", width, sizes.decay_rank, columns["w"], "tanh"),
+        )
+        self.decay_up = self.group(group, Product(f"{prefix}decay_up", sizes.decay_rank, width, len(letters) * width))
+        self.output = self.group(group, Product(f"{prefix}output.weight", width, width, 0))
+        self.mix_x = self.vectors(width, "time_mix.mix_x")[0]
+        self.time_mixes = self.vectors(width, *(f"time_mix.mix_{letter}" for letter in MIXES))
+        vectors = ("decay_bias", "bonus", "group_norm.weight", "group_norm.bias")
+        self.head_vectors = self.vectors(width, *(f"time_mix.{name}" for name in vectors))
+        self.channel_mix = GatedChannelMix(self, width, sizes.ffn, CHANNEL_MIXES, group)
+
+
+class Rwkv6Model(RwkvCpuModel[_Layer]):
+    """An RWKV-6 on the CPU: float32 arithmetic and states, weights in float32 or bfloat16."""
+
+    def __init__(
+        self, config: ModelConfig, state_spec: StateSpec, dtype: str, threads: int, progress: Progress | None
+    ) -> None:
+        self._sizes = _sizes(config)
+        self._group_eps = np.float32(config.extra["group_norm_eps"])
+        super().__init__(config, canonical_shapes(self._sizes), state_spec, dtype, threads, progress)
+
+    def make_layer(self, index: int, group: MakeGroup) -> _Layer:
+        """See :class:`RwkvCpuModel`."""
+        return _Layer(index, self._sizes, group)
+
+    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
+        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
+        sizes = self._sizes
+        return initial_matrix_state(source, sizes.layers, sizes.width, sizes.heads, transpose=transpose)
+
+    def run_layer(self, index: int, layer: _Layer, rows: Rows, y: np.ndarray) -> np.ndarray:
+        """See :class:`RwkvCpuModel`."""
+        width = self._sizes.width
+        mixed = self._mixed(layer, rows, y, rows.state("att_shift")[index])
+        rkvg = rows.product(layer.projections, mixed, "rkvg")
+        low, out = rows.product(layer.decay_up, rkvg, "decay_low"), rows.get("out", width)
+        wkv = rows.state("wkv")[index]
+        time_mix(rkvg, low, layer.head_vectors, self._group_eps, True, rows.starts, rows.slots, wkv, out)
+        y = rows.product(layer.output, out, "y")
+        return layer.channel_mix(rows, y, self._eps, rows.state("ffn_shift")[index])
+
+    def _mixed(self, layer: _Layer, rows: Rows, y: np.ndarray, shift: np.ndarray) -> np.ndarray:
+        """The five inputs of the time mix's products side by side, [padded rows, 5 C], in the order of MIXES."""
+        width, norm = self._sizes.width, layer.time_norm
+        normed, difference, z = (rows.get(name, width) for name in ("normed", "difference", "z"))
+        open_mix(
+            rows.x, y, norm[0], norm[1], self._eps, rows.starts, rows.slots, rows.owner, shift, layer.mix_x,
+            normed, difference, z,
+        )  # fmt: skip
+        low = rows.product(layer.mix_up, rows.product(layer.mix_down, z, "mix_low"), "mix_added")
+        mixed = rows.get("mixed", len(MIXES) * width)
+        close_mix(normed, difference, rows.count, low, layer.time_mixes, mixed)
+        return mixed

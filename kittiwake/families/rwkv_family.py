@@ -1,0 +1,130 @@
+"""The side of the contract that every RWKV has in common: tensors in, tensors checked, a model built."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.engine.states import StateSpec
+from kittiwake.errors import BundleError
+from kittiwake.families.contract import Model, ModelConfig, Progress
+from kittiwake.families.rwkv_cpu import RwkvCpuModel
+from kittiwake.families.rwkv_names import Place, Shapes, check_tensor, listed
+from kittiwake.families.rwkv_settings import is_epsilon
+
+if TYPE_CHECKING:
+    from kittiwake.families.cuda_model import CudaModel
+
+
+class RwkvFamily(ABC):
+    """What is left to a version: to tell and size its checkpoints, its tensors, its state and its model."""
+
+    name: str
+    devices: tuple[str, ...] = ("cpu",)
+
+    @abstractmethod
+    def shapes(self, config: ModelConfig) -> Shapes:
+        """Every canonical tensor of this config, products as [N, K]."""
+
+    @abstractmethod
+    def places(self, source: TensorSource, config: ModelConfig) -> Mapping[str, Place] | None:
+        """Our name → place in this source, or None where its names are ours already."""
+
+    @abstractmethod
+    def state_spec(self, config: ModelConfig) -> StateSpec:
+        """What one sequence carries."""
+
+    @abstractmethod
+    def make_model(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> RwkvCpuModel[Any]:
+        """A model that waits for its tensors."""
+
+    def make_cuda_model(self, config: ModelConfig, dtype: str) -> CudaModel:
+        """The same on CUDA, where ``devices`` has it."""
+        raise NotImplementedError(f"{self.name} runs on {', '.join(self.devices)}")
+
+    def canonical(self, source: TensorSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """Our tensors one by one; products as [N, K], vectors as float32 [C]."""
+        shapes, places = self.shapes(config), self.places(source, config)
+        if places is None:
+            for name in shapes:
+                yield name, source.read(name)
+            return
+        for name, place in places.items():
+            yield name, place.take(source, shapes[name])
+
+    def check_canonical(self, source: TensorSource, config: ModelConfig) -> None:
+        """Raise BundleError unless the source holds exactly the canonical tensors of this config."""
+        infos = {info.name: info for info in source.infos()}
+        if config.layers > len(infos):
+            raise BundleError(f"{source.path} holds {len(infos)} tensors, its manifest asks for {config.layers} layers")
+        shapes = self.shapes(config)
+        unknown, missing = sorted(set(infos) - set(shapes)), sorted(set(shapes) - set(infos))
+        if unknown or missing:
+            raise BundleError(
+                f"{source.path} does not hold the tensors its manifest asks for: "
+                f"unknown {listed(unknown)}; missing {listed(missing)}"
+            )
+        for name, shape in shapes.items():
+            check_tensor(infos[name], shape, source)
+
+    def footprint(self, config: ModelConfig) -> dict[str, int]:
+        """Bytes in memory of the weights and of one state. Vectors are float32; the embedding may stay in its file."""
+        shapes = self.shapes(config).values()
+        matrices = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+        vectors = 4 * sum(shape[0] for shape in shapes if len(shape) == 1)
+        return {
+            "fp32": 4 * matrices + vectors,
+            "bf16": 2 * matrices + vectors,
+            "state": self.state_spec(config).slot_bytes,
+        }
+
+    def build(
+        self,
+        config: ModelConfig,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        device: str,
+        dtype: str,
+        threads: int,
+        progress: Progress | None = None,
+    ) -> Model:
+        """Take the tensors one at a time into a model."""
+        model: RwkvCpuModel[Any] | CudaModel
+        on_card = device == "cuda"
+        model = self.make_cuda_model(config, dtype) if on_card else self.make_model(config, dtype, threads, progress)
+        total = len(self.shapes(config))
+        for done, (name, tensor) in enumerate(tensors):
+            model.load(name, tensor)
+            if progress is not None:
+                progress("loading tensors", done + 1, total)
+        model.check_loaded()
+        model.warm_up(progress)
+        return model
+
+
+SIZES = ("layers", "width", "vocab_size")
+"""Keys of a manifest's model section that every family has."""
+
+
+def check_manifest_keys(model: Mapping[str, Any], family: str, extra: Iterable[str]) -> None:
+    """Raise BundleError unless the model section has exactly these keys beside SIZES."""
+    keys = {*SIZES, *extra}
+    if set(model) != keys:
+        raise BundleError(f"manifest model section has keys {sorted(model)}, {family} needs {sorted(keys)}")
+
+
+def check_manifest_count(key: str, value: Any, low: int = 1) -> None:
+    """Raise BundleError unless a value of the model section is a whole number of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise BundleError(f"manifest model.{key} must be a whole number of at least {low}, got {value!r}")
+
+
+def check_manifest_epsilons(model: Mapping[str, Any], *keys: str) -> None:
+    """Raise BundleError unless these values of the model section can be epsilons."""
+    for key in keys:
+        if not is_epsilon(model[key]):
+            raise BundleError(f"manifest model.{key} is {model[key]!r}; supported: a number above 0 and below 1")

@@ -1,0 +1,104 @@
+"""What the name tables of every RWKV share: where a layout keeps a tensor, and checks of names, shapes and types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kittiwake.checkpoints.reader import TensorInfo, TensorSource
+from kittiwake.errors import ModelError
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Our name → shape, products as [N, K] (N outputs)."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layout keeps one of our tensors."""
+
+    name: str
+    is_transposed: bool = False
+    row: tuple[int, int] | None = None
+    """(its row, how many there are) in a tensor that holds several of ours."""
+
+    def take(self, source: TensorSource, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as ours: matrices as stored, turned if need be; vectors as float32 [C]."""
+        tensor = source.read(self.name)
+        if self.row is not None:
+            row, rows = self.row
+            tensor = tensor.reshape(rows, -1)[row]
+        if len(shape) == 1:
+            return tensor.reshape(-1).float()
+        return tensor.t() if self.is_transposed else tensor
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape a file has for a tensor of ours, sizes of 1 before or within a vector's left out."""
+        if self.row is not None:
+            return (self.row[1], *shape)
+        return shape[::-1] if self.is_transposed else shape
+
+
+def count_layers(block: str, names: Iterable[str], source: TensorSource, first: str) -> int:
+    """How many layers names are for, the names of layer i beginning with ``block.format(i)``.
+
+    Raises ModelError where there is none (``first`` is a name that was expected) or a number is left out.
+    """
+    before, after = block.split("{}")
+    pattern = re.compile(re.escape(before) + r"(0|[1-9]\d{0,5})" + re.escape(after) + ".+", re.DOTALL)
+    found = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+    if not found:
+        raise ModelError(f"{source.path} holds no tensor of a layer, expected {first}")
+    if found != set(range(len(found))):
+        gap = min(set(range(len(found))) - found)
+        raise ModelError(f"the checkpoint has layers up to {max(found)}, but layer {gap} is missing")
+    return len(found)
+
+
+def matrix_shape(infos: Mapping[str, TensorInfo], name: str, family: str) -> tuple[int, int]:
+    """The shape of a tensor that sizes are read from. Raises ModelError when it is missing or no matrix."""
+    if name not in infos:
+        raise ModelError(f"the checkpoint lacks {name}, which {family} is sized by")
+    found = infos[name].shape
+    if len(found) != 2 or 0 in found:
+        raise ModelError(f"{name} has shape {found}, expected 2 sizes above 0")
+    return found[0], found[1]
+
+
+def check_presence(
+    source: TensorSource, expected: set[str], family: str, *, unused: Iterable[str] = (), hint: str = ""
+) -> None:
+    """Raise ModelError for a tensor that is neither expected nor known to be unused, and for one that is missing."""
+    names = {info.name for info in source.infos()}
+    unknown = sorted(names - expected - set(unused))
+    if unknown:
+        raise ModelError(f"{source.path} holds tensors {family} does not have: {listed(unknown)}", hint)
+    missing = sorted(expected - names)
+    if missing:
+        raise ModelError(f"{source.path} lacks tensors of {family}: {listed(missing)}")
+
+
+def check_tensor(info: TensorInfo, shape: tuple[int, ...], source: TensorSource) -> None:
+    """Raise ModelError for another shape ([1, 1, C] passes for [C]) or a type that is not read."""
+    if info.shape != shape and _without_ones(info.shape) != shape:
+        raise ModelError(f"{info.name} in {source.path} has shape {info.shape}, expected {shape}")
+    if info.unreadable:
+        raise ModelError(f"{info.name} in {source.path} {info.unreadable}")
+    if info.dtype not in _FLOATS:
+        raise ModelError(f"{info.name} in {source.path} is {info.dtype}, expected float32, bfloat16 or float16")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[1, 1, C] → [C], [6, 1, 1, C] → [6, C]; matrices as they are."""
+    if len(shape) == 3 and shape[:2] == (1, 1):
+        return shape[2:]
+    return (shape[0], shape[3]) if len(shape) == 4 and shape[1:3] == (1, 1) else shape
+
+
+def listed(names: list[str], most: int = 6) -> str:
+    """The first few names, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + rest

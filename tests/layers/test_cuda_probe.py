@@ -1,0 +1,185 @@
+"""Proof and memory of picks on CUDA, with products that stand in for a card's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')")
+
+from kittiwake.errors import DeviceError
+from kittiwake.layers import cuda_probe
+from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, CudaProduct, Picks
+from kittiwake.ops.matmul.cuda import Narrow
+from kittiwake.ops.matmul.triton import Config
+
+CPU = torch.device("cpu")
+LIBRARY, NARROW = Choice("library"), Choice("narrow", Narrow())
+
+
+class FakeGroup(CudaGroup):
+    """Products, rounded once; ``faults`` maps a kind to what it does wrong."""
+
+    def __init__(self, faults: dict[str, Any] | None = None, columns: int = 64) -> None:
+        super().__init__([CudaProduct("a", 16, columns)], torch.float16, CPU)
+        self.load("a", torch.randn((columns, 16), generator=torch.Generator().manual_seed(1)))
+        self.faults = faults or {}
+        self.ran: list[tuple[str, int]] = []
+
+    def run(self, choice: Choice, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
+        self.ran.append((choice.kind, len(out)))
+        out.copy_((x.double() @ self.matrix("a").double().t()).float())  # rounded so that the order of a sum does not show
+        fault = self.faults.get(choice.kind)
+        if fault is not None:
+            fault(out)
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("KITTIWAKE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Fake 1000 (PCIe)")
+    monkeypatch.setattr(cuda_probe, "exact_products", nullcontext)
+    yield
+
+
+def picks(*choices: Choice) -> Picks:
+    """These choices over and over."""
+    return Picks(tuple(choices[index % len(choices)] for index in range(len(ROW_LIMITS))), "measured")
+
+
+def one_bit(out: torch.Tensor) -> None:
+    """The last bit of one output."""
+    out.view(torch.int16)[-1, -1] ^= 1
+
+
+def test_what_agrees_is_kept_with_its_proof() -> None:
+    given = picks(NARROW, LIBRARY)
+    found = cuda_probe._proved(FakeGroup(), given, torch.float16)
+    assert found.choices == given.choices and found.replaced == ()
+    assert found.reason == "measured; bits proved"
+
+
+def test_one_bit_of_one_output_is_enough_to_be_replaced() -> None:
+    found = cuda_probe._proved(FakeGroup({"library": one_bit}), picks(NARROW, LIBRARY), torch.float16)
+    assert {choice.kind for choice in found.choices} == {"narrow", "tile"}
+    assert len(found.replaced) == 4 and found.replaced[0] == "library up to 8 rows"
+
+
+def test_rows_on_both_sides_of_every_border_are_proved() -> None:
+    group = FakeGroup()
+    cuda_probe._proved(group, picks(LIBRARY), torch.float16)
+    proved = {rows for kind, rows in group.ran if kind == "library"}
+    assert {1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 129, 256, 257, 513, 1000} <= proved
+    lower = 0
+    for most in ROW_LIMITS:
+        assert any(lower < rows <= most for rows in proved)
+        lower = most
+
+
+def test_an_output_left_unwritten_is_not_taken_for_one_that_agrees() -> None:
+    def forget(out: torch.Tensor) -> None:
+        out[0] = torch.nan
+
+    assert cuda_probe._proved(FakeGroup({"narrow": forget}), picks(NARROW), torch.float16).replaced
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of shared memory"), DeviceError("a CUDA call failed")])
+def test_what_cannot_run_on_this_card_is_replaced(error: Exception) -> None:
+    def refuse(out: torch.Tensor) -> None:
+        raise error
+
+    found = cuda_probe._proved(FakeGroup({"narrow": refuse}), picks(NARROW), torch.float16)
+    assert {choice.kind for choice in found.choices} == {"tile"} and len(found.replaced) == len(ROW_LIMITS)
+
+
+def test_what_does_not_fit_the_group_is_not_tried() -> None:
+    group = FakeGroup()
+    found = cuda_probe._proved(group, picks(LIBRARY), torch.float32)  # the library cannot widen its outputs
+    assert {kind for kind, _ in group.ran} == {"tile"} and found.replaced[-1] == "library for more rows"
+
+
+def test_the_fastest_of_those_that_run_is_picked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time(groups: Any, choice: Choice, given: torch.Tensor, out: torch.Tensor) -> float:
+        if choice.kind == "narrow" and len(out) == 1:
+            raise DeviceError("a CUDA call failed")
+        return {"library": 1.0, "narrow": 2.0, "tile": 3.0}[choice.kind]
+
+    monkeypatch.setattr(cuda_probe, "_time_us", time)
+    first, second, told = FakeGroup(), FakeGroup(), []
+    cuda_probe.pick_products([first, second], {}, lambda *what: told.append(what))
+    kinds = [choice.kind for choice in first.picks.choices]
+    assert kinds == ["tile", "narrow", *["library"] * 7]
+    assert first.picks == second.picks and first.picks.reason == "measured on this card; bits proved"
+    assert told == [("proving products", 1, 1)]
+    monkeypatch.setattr(cuda_probe, "_time_us", None)  # another load measures nothing, and proves again
+    later = FakeGroup({"library": one_bit})
+    cuda_probe.pick_products([later], {})
+    assert [choice.kind for choice in later.picks.choices] == ["tile", "narrow", *["tile"] * 7]
+    assert later.picks.choices[0] == first.picks.choices[0]
+    other = FakeGroup(columns=40)
+    monkeypatch.setattr(cuda_probe, "_time_us", time)
+    cuda_probe.pick_products([other], {})
+    assert set(cuda_probe._found(torch.float16)) == {"64x16", "40x16"}
+
+
+def test_float32_takes_the_in_order_kernel_for_all_rows() -> None:
+    """The library's switches against splitting a sum are for 16 bits only."""
+    group = FakeGroup()
+    group.dtype = torch.float32
+    group.weight = group.weight.float()
+    cuda_probe.pick_products([group], {})
+    assert {choice.kind for choice in group.picks.choices} == {"tile"}
+    assert group.picks.reason == "default; bits proved"
+
+
+def test_choices_survive_a_trip_through_json() -> None:
+    for choice in (LIBRARY, NARROW, Choice("tile", Config(32, 16, 128, 2, 5))):
+        assert cuda_probe._choice(json.loads(json.dumps(cuda_probe._document(choice)))) == choice
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        '{"picks": 3}',
+        '{"picks": {"64x16": [["tile", 16, 16, 16, 1, 1]]}}',
+        json.dumps({"picks": {"64x16": [["cutlass", 1]] * len(ROW_LIMITS)}}),
+        json.dumps({"picks": {"64x16": [["tile", 16]] * len(ROW_LIMITS)}}),
+        json.dumps({"picks": {"64x16": [["tile", "x", 1, 1, 1, 1]] * len(ROW_LIMITS)}}),
+        json.dumps({"picks": {"64x16": [[]] * len(ROW_LIMITS)}}),
+        json.dumps({"picks": {"64x16": None}}),
+    ],
+)
+def test_a_file_of_picks_that_cannot_be_understood_is_as_good_as_none(text: str) -> None:
+    path = cuda_probe._cache_file(torch.float16)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert cuda_probe._found(torch.float16) == {}
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITTIWAKE_CACHE", "/proc/nowhere")
+    cuda_probe._keep(torch.float16, {"64x16": picks(LIBRARY).choices})
+    assert cuda_probe._found(torch.float16) == {}
+
+
+def test_files_are_told_apart_by_card_and_dtype() -> None:
+    assert cuda_probe._slug(torch.bfloat16) == "nvidia-fake-1000-pcie-bfloat16"
+    assert cuda_probe._cache_file(torch.float16) != cuda_probe._cache_file(torch.bfloat16)
+
+
+def test_every_shipped_file_of_picks_is_understood() -> None:
+    from importlib.resources import files
+
+    folder = files("kittiwake.layers").joinpath("cuda_picks")
+    for file in folder.iterdir() if folder.is_dir() else ():
+        text = file.read_text(encoding="utf-8")
+        assert len(cuda_probe._choices(text)) == len(json.loads(text)["picks"]) > 0, file.name

@@ -11,6 +11,8 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from kittiwake.device import cache_dir
+from kittiwake.device import cache_dir, usable_cores
 from kittiwake.errors import DeviceError
 from kittiwake.layers.cuda_linear import (
     ROW_LIMITS,
@@ -141,13 +143,27 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
         rows = _TIMED_ROWS.get(most, most)
         given, out = _trial(group, out_dtype, rows)
         timed = []
-        for choice in _candidates(group, most, out_dtype):
+        candidates = list(_candidates(group, most, out_dtype))
+        _compile(group, candidates, given, out)
+        for choice in candidates:
             try:
                 timed.append((_time_us(some, choice, given, out), str(choice), choice))
             except _CANNOT_RUN:
                 continue
         choices.append(min(timed)[2])
     return Picks(tuple(choices), "measured on this card")
+
+
+def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor, out: torch.Tensor) -> None:
+    """Compile what is not compiled yet, side by side: nearly all of the time a new card takes."""
+
+    def try_once(choice: Choice) -> None:
+        with torch.cuda.device(group.weight.device), suppress(RuntimeError, triton.runtime.errors.OutOfResources):
+            group.run(choice, given, out, overlap=True)
+
+    with ThreadPoolExecutor(min(16, usable_cores())) as pool:
+        list(pool.map(try_once, candidates))
+    torch.cuda.synchronize()
 
 
 def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
@@ -226,7 +242,8 @@ def _shipped(element: torch.dtype) -> dict[str, tuple[Choice, ...]]:
 
 
 def _cache_file(element: torch.dtype) -> Path:
-    return cache_dir() / "cuda" / f"picks-{_slug(element)}-torch{torch.__version__}-triton{triton.__version__}.json"
+    versions = re.sub(r"[^0-9A-Za-z.]+", "-", f"torch{torch.__version__}-triton{triton.__version__}")
+    return cache_dir() / "cuda" / f"picks-{_slug(element)}-{versions}.json"
 
 
 def _found(element: torch.dtype) -> dict[str, tuple[Choice, ...]]:

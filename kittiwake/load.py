@@ -106,7 +106,9 @@ def _build(
     progress: Progress | None,
 ) -> Model:
     tensors = family.canonical(source, sizes)
-    with device_memory_for(f"{source.path} kept as {dtype}", "free its memory, keep the weights in 16 bits, or take device cpu"):
+    with device_memory_for(
+        f"{source.path} kept as {dtype}", "free its memory, keep the weights in 16 bits, or take device cpu"
+    ):
         return family.build(sizes, tensors, device=device, dtype=dtype, threads=threads, progress=progress)
 
 

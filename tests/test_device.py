@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kittiwake.device import (
-    device_memory_for,
     SPIN_COUNT,
+    device_memory_for,
     driver_version,
     find_card,
     is_busy,
@@ -132,9 +132,9 @@ def test_the_end_of_a_cards_memory_is_a_clear_error() -> None:
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free."
         " Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
     )
-    with pytest.raises(DeviceError, match=r"no room for 9 slots: .*2\.00 GiB.*1\.00 GiB is free\. \(take fewer\)$") as raised:
-        with device_memory_for("9 slots", "take fewer"):
-            raise torch.OutOfMemoryError(said)
+    expected = r"no room for 9 slots: .*2\.00 GiB.*1\.00 GiB is free\. \(take fewer\)$"
+    with pytest.raises(DeviceError, match=expected) as raised, device_memory_for("9 slots", "take fewer"):
+        raise torch.OutOfMemoryError(said)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
     with pytest.raises(RuntimeError, match="another"), device_memory_for("9 slots", "take fewer"):
         raise RuntimeError("another fault")

@@ -94,13 +94,14 @@ def describe_loaded(loaded: Loaded) -> dict[str, Any]:
 
 
 def describe_proof(picked: dict[str, Any]) -> dict[str, Any]:
-    """How many shapes of products the load-time probe found equal bit for bit in torch and in our kernel, and which not.
+    """How many shapes of products the load-time probe found equal bit for bit in all that was to run them, and which not.
 
-    A model on the CPU tells them as ``products``, one on a card as ``picks``.
+    A model on the CPU tells them as ``products``: torch and our kernel. One on a card tells them as ``picks``, what was
+    replaced by the in-order kernel among them.
     """
     products, picks = picked.get("products", ()), picked.get("picks", ())
     unproved: list[Any] = [[row["depth"], row["columns"]] for row in products if not row["wide_from"]]
-    unproved += [row["shape"] for row in picks if row.get("library") == "never"]
+    unproved += [row["shape"] for row in picks if row["replaced"]]
     shapes = len(products) + len(picks)
     return {"shapes": shapes, "equal_bits": shapes - len(unproved), "own_kernel_only": unproved}
 
@@ -200,8 +201,8 @@ def _card_model_advice(model: dict[str, Any], card: dict[str, Any]) -> list[str]
         found.append("weights are kept as float32: --dtype bf16 or fp16 is several times faster, and rounds them")
     elif proof["own_kernel_only"]:
         found.append(
-            f"{len(proof['own_kernel_only'])} of {proof['shapes']} shapes of products never go to the library; "
-            "each pick tells the reason"
+            f"{len(proof['own_kernel_only'])} of {proof['shapes']} shapes of products had picks that give other bits on this "
+            "card or cannot run on it; the in-order kernel serves them, slower and exact"
         )
     used = picked.get("weight_bytes", 0) + picked.get("workspace_bytes", 0) + picked.get("graphs", {}).get("bytes", 0)
     slots = (card["memory_bytes"] - used) // max(1, model["state_bytes_per_sequence"])
@@ -275,10 +276,23 @@ def report_text(report: dict[str, Any]) -> str:
         model = _readable(report["model"])
         if "products" in model["picked"]:
             model["picked"]["products"] = [_product_row(row) for row in model["picked"]["products"]]
+        if "picks" in model["picked"]:
+            model["picked"]["picks"] = [_pick_row(row) for row in model["picked"]["picks"]]
         sections["model"] = model
     lines = [outline(sections)]
     lines += [f"advice: {sentence}" for sentence in report["warnings"]] or ["nothing to advise"]
     return "\n".join(lines)
+
+
+def _pick_row(row: dict[str, Any]) -> dict[str, Any]:
+    """One shape on a card: what runs it up to how many rows, choices that follow each other and are equal told once."""
+    told: list[tuple[str, str]] = []
+    for rows, choice in row["up_to_rows"].items():
+        if told and told[-1][1] == choice:
+            told.pop()
+        told.append((rows, choice))
+    found = {"shape": row["shape"], "picks": ", ".join(f"{rows}: {choice}" for rows, choice in told), "reason": row["reason"]}
+    return found | ({"replaced": ", ".join(row["replaced"])} if row["replaced"] else {})
 
 
 def _readable(values: dict[str, Any]) -> dict[str, Any]:

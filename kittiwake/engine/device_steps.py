@@ -41,7 +41,7 @@ class DeviceSteps:
             flat = torch.zeros((1, vocab_size), dtype=torch.float32, device=states.device)
             self.sampler.draw(flat, nobody, states.drawn, greedy_only=greedy)
         pinned = [torch.zeros_like(states.drawn, device="cpu").pin_memory() for _ in range(_RING)]
-        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]
+        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._graphs: dict[tuple[int, int, int, bool], Any] = {}
         self._in_use: set[int] = set()

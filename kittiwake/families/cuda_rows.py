@@ -162,7 +162,7 @@ class RowBuffer:
         most = max(most_rows, DECODE_BUCKETS[-1])
         self._device = torch.zeros(_length(Shape(False, most, most, most)), dtype=torch.int32, device=device)
         pinned = [torch.zeros_like(self._device, device="cpu").pin_memory() for _ in range(_RING)]
-        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]
+        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def views(self, shape: Shape) -> Rows:

@@ -65,7 +65,7 @@ class Rwkv7Family(RwkvFamily):
     """The family's side of the contract."""
 
     name = "rwkv7"
-    devices = ("cpu", "cuda")
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-7 is told by its bonus ``r_k``, which no other version has, and in GGUF by the architecture."""

@@ -158,7 +158,7 @@ def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor
     """Compile what is not compiled yet, side by side: nearly all of the time a new card takes."""
 
     def try_once(choice: Choice) -> None:
-        with torch.cuda.device(group.weight.device), suppress(RuntimeError, triton.runtime.errors.OutOfResources):
+        with torch.cuda.device(group.weight.device), suppress(*_CANNOT_RUN):
             group.run(choice, given, out, overlap=True)
 
     with ThreadPoolExecutor(min(16, usable_cores())) as pool:
@@ -194,7 +194,7 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
         chain()
     times = []
     for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from kittiwake.errors import DeviceError
 
 _FLAGS = ("--std=c++17", "--fmad=false")
 """Contraction is off: a fused multiply-add stands where the source says ``fmaf``, so fused kernels round as unfused ones."""
+
+_current = threading.local()
 
 
 def compile_source(source: str, defines: Sequence[str], arch: str) -> bytes:
@@ -65,8 +68,9 @@ class CudaKernel:
 
         major, minor = torch.cuda.get_device_capability()
         code = _compiled(source, tuple(defines), f"sm_{major}{minor}")
-        torch.cuda.current_stream()  # makes the context that the module is loaded into
+        torch.zeros(1, device="cuda")  # makes the context that the module is loaded into, current in this thread
         driver = _bindings().driver
+        self._context = _check(driver.cuCtxGetCurrent())
         self._driver = driver
         self._code = code  # the driver may read it until the module is gone
         self._module = _check(driver.cuModuleLoadData(code))
@@ -87,6 +91,9 @@ class CudaKernel:
         import torch
 
         driver = self._driver
+        if getattr(_current, "context", None) is not self._context:
+            _check(driver.cuCtxSetCurrent(self._context))  # a thread that torch has not used yet has none
+            _current.context = self._context
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

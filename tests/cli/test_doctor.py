@@ -139,8 +139,18 @@ PICKED: dict[str, Any] = {
     "workspace_bytes": 1 << 30,
     "graphs": {"buckets": [1, 2, 4], "bytes": 1 << 20},
     "picks": [
-        {"shape": "2048x2048", "kernel": "up to 16 rows 16x64x64", "reason": "probed", "library": "from 64 rows"},
-        {"shape": "8192x2048", "kernel": "up to 16 rows 16x64x64", "reason": "other bits", "library": "never"},
+        {
+            "shape": "2048x2048",
+            "up_to_rows": {"1": "narrow 16x8x256x4", "8": "tile 16x32x64x2x4", "16": "tile 16x32x64x2x4", "more": "library"},
+            "reason": "measured on this card; bits proved",
+            "replaced": [],
+        },
+        {
+            "shape": "8192x2048",
+            "up_to_rows": {"1": "tile 16x32x64x2x4", "more": "tile 64x64x64x4x3"},
+            "reason": "measured on this kind of card; bits proved",
+            "replaced": ["library for more rows"],
+        },
     ],
 }
 CARD_MODEL: dict[str, Any] = {
@@ -171,7 +181,9 @@ def test_picks_on_a_card_are_told_with_reasons_and_memory() -> None:
     machine = GOOD_MACHINE | {"memory_bytes": 1 << 30, "packages": {}}
     report = {"machine": machine, "card": H200, "kernel_languages": [], "versions": [], "runtime": {}}
     text = report_text(report | {"model": described, "warnings": []})
-    for part in ("name: NVIDIA H200", "memory: 154 GB", "workspace: 1.07 GB", "other bits", "buckets: 1, 2, 4"):
+    picks = "1: narrow 16x8x256x4, 16: tile 16x32x64x2x4, more: library"
+    parts = ("name: NVIDIA H200", "memory: 154 GB", "workspace: 1.07 GB", picks, "library for more rows", "buckets: 1, 2, 4")
+    for part in parts:
         assert part in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,7 +81,9 @@ def test_sequences_of_one_row_go_first_and_by_themselves() -> None:
 
 def test_decoding_never_needs_a_launch_without_a_bucket() -> None:
     """Only launches of buckets have graphs; and rows of logits are made for no more."""
-    batch = packed([1] * (2 * DECODE_BUCKETS[-1] + 3), [[0] if i % 5 == 0 else [] for i in range(2 * DECODE_BUCKETS[-1] + 3)])
+    batch = packed(
+        [1] * (2 * DECODE_BUCKETS[-1] + 3), [[0] if i % 5 == 0 else [] for i in range(2 * DECODE_BUCKETS[-1] + 3)]
+    )
     pieces = cut(batch, 8192)
     assert [len(piece.rows) for piece in pieces] == [DECODE_BUCKETS[-1], DECODE_BUCKETS[-1], 3]
     assert all(shape_of(piece, 8192)[1] for piece in pieces)
@@ -124,7 +125,7 @@ def test_shapes_of_pieces(
 
 
 @pytest.fixture
-def buffer(monkeypatch: pytest.MonkeyPatch) -> Iterator[RowBuffer]:
+def buffer(monkeypatch: pytest.MonkeyPatch) -> RowBuffer:
     """One in host memory; there is neither pinned memory nor an event without a card."""
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -133,7 +134,7 @@ def buffer(monkeypatch: pytest.MonkeyPatch) -> Iterator[RowBuffer]:
     made._device.fill_(-77)
     for _, array, _ in made._ring:
         array[:] = -77  # what an earlier, longer launch left
-    yield made
+    return made
 
 
 def views(buffer: RowBuffer, shape: Shape) -> dict[str, list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -138,7 +137,7 @@ def test_tiles_of_a_depth_below_them_do_not_read_past_it() -> None:
 
 
 @pytest.fixture
-def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def flags(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand-ins for torch's process-wide settings, which builds without CUDA do not let anyone set."""
     made = SimpleNamespace(
         library="cublas",
@@ -156,7 +155,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", made)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
-    yield made
+    return made
 
 
 def test_inside_nothing_splits_a_sum_and_afterwards_all_is_as_it_was(flags: SimpleNamespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +22,10 @@ from kittiwake.ops.shift_mix import triton as row_kernels
 from kittiwake.ops.shift_mix.cases import CASES as SHIFT_CASES
 from kittiwake.ops.shift_mix.cases import ShiftMixCase
 from tests.ops.bits import same_bits
+from tests.ops.cuda_pieces import EPS, shift_mix
 from tests.ops.pieces import cut_in_two
 
-EPS = 1e-5
 CPU = torch.device("cpu")
-Arrays = dict[str, np.ndarray]
 _patch = interpreter._patch_lang_tensor
 
 
@@ -38,12 +36,11 @@ def _patch_with_index(tensor: Any, *rest: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpretable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's library of functions has no interpreter: stand-ins of the same meaning, not of the same bits."""
     functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))
     monkeypatch.setattr(products, "libdevice", functions)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
-    yield
 
 
 # Products
@@ -122,37 +119,6 @@ def test_squares_that_float16_cannot_hold_are_its_largest_number() -> None:
 
 
 # Embedding, norms, token shift
-
-
-def shift_mix(inputs: Arrays, starts: np.ndarray, slots: np.ndarray, spare: int = 2) -> Arrays:
-    """One shift of packed rows and spare ones, then the states written: x, out [N, M, C] and shift after it."""
-    rows, width = inputs["x"].shape
-    count, sequences = len(inputs["mix"]), len(slots)
-    padded = rows + spare
-
-    def buffer(*shape: int) -> torch.Tensor:
-        return torch.full(shape, torch.nan)
-
-    x, y = torch.zeros((padded, width)), torch.zeros((padded, width))
-    x[:rows] = torch.from_numpy(inputs["x"])
-    has_y = len(inputs["y"]) > 0
-    if has_y:
-        y[:rows] = torch.from_numpy(inputs["y"])
-    x_out, mixed, last = buffer(padded, width), buffer(count, padded, width), buffer(2, 1, sequences, width)
-    owners = np.concatenate([np.repeat(np.arange(sequences), np.diff(starts)), np.full(spare, -1)])
-    meta = [torch.from_numpy(np.asarray(array, dtype=np.int32)) for array in (owners, starts, slots)]
-    norm = torch.from_numpy(np.stack([inputs["weight"], inputs["bias"]]))
-    shift, other = torch.from_numpy(inputs["shift"].copy())[None], torch.from_numpy(inputs["shift"].copy())[None]
-    row_kernels.shift_mix(
-        x, y if has_y else None, x_out, norm, EPS, torch.from_numpy(inputs["mix"]), shift[0], *meta, mixed, last[0, 0],
-        overlap=False,
-    )  # fmt: skip
-    last[1] = last[0] * 2
-    row_kernels.commit_shifts(last, shift, other, meta[2], overlap=False)
-    named = torch.from_numpy(np.asarray(slots, dtype=np.int64))
-    assert torch.equal(other[0, named], shift[0, named] * 2)
-    out = mixed[:, :rows].permute(1, 0, 2).contiguous().numpy()
-    return {"x": x_out[:rows].numpy(), "out": out, "shift": shift[0].numpy()}
 
 
 @pytest.mark.parametrize("case", SHIFT_CASES, ids=str)

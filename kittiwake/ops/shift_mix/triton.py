@@ -102,7 +102,7 @@ def shift_kernel(
         is_first = n == tl.load(starts + owner)
         is_last = n == tl.load(starts + owner + 1) - 1
         slot = tl.load(slots + owner)
-    before = tl.load(shift + slot.to(tl.int64) * C + columns, mask=inside & is_first, other=0.0)
+    before = tl.load(shift + slot.to(tl.int64) * C + columns, mask=inside & is_first, other=0.0)  # type: ignore[attr-defined]
     if SPLIT:
         mix = tl.load(mixes + tl.program_id(1) * C + columns, mask=inside, other=0.0)
     if OVERLAP:

@@ -174,11 +174,11 @@ class Wkv7:
         if kernel is None:
             text, given, _ = self._source
             kernel = self._low[needed] = CudaKernel(text, "decode_low", given, shared_bytes=needed)
-        given = (projected, up, v_first, vectors, state, slots, out, lines, projected.stride(0), width)
+        passed = (projected, up, v_first, vectors, state, slots, out, lines, projected.stride(0), width)
         kernel(
             (width // self.head_size, rows, 1),
             2 * self.padded,
-            (*given, int(first_layer), eps, BEGIN_NEXT),
+            (*passed, int(first_layer), eps, BEGIN_NEXT),
             overlap=overlap,
         )
 

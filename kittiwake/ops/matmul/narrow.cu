@@ -24,7 +24,7 @@ __device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.bf16.f32 %0
 
 // x has the precision of elem already. What float16 cannot hold becomes its largest number, not infinity.
 __device__ __forceinline__ float activated(float x, int activation) {
-  if (activation == 1) x = tanhf(x);
+  if (activation == 1) x = fabsf(x) < 1.1754943508222875e-38f ? x : tanhf(x);  // as in triton.py
   else if (activation == 2) x = 1.f / (1.f + expf(-x));
   else if (activation == 3) { x = x > 0.f ? x * x : (x <= 0.f ? 0.f : x); if (DT == 1) x = x > 65504.f ? 65504.f : x; }
   return x;

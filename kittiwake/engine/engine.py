@@ -62,8 +62,11 @@ class Engine:
         self.observer: Callable[[StepReport], None] | None = None
         """Told of every step that ran rows, while the engine waits: it must be quick and must not raise."""
         self._cache, self._limits = cache, limits or QueueLimits()
+        self._never = tuple(i for i in range(model.config.vocab_size) if not tokenizer.is_valid(i))
+        self._device = self.runner.device_steps(self._never)
+        self._flight: Flight | None = None
         # on a device the host reads tokens a step late, when a slot has eaten one more: answers' states are not kept
-        self._reuse = Reuse(self.runner.states, cache, answers=model.device == "cpu")
+        self._reuse = Reuse(self.runner.states, cache, answers=self._device is None)
         self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows, self._reuse)
         self._totals = Totals()
         self._deadlines: list[tuple[float, int]] = []
@@ -74,9 +77,6 @@ class Engine:
         self._fresh: dict[int, None] = {}  # requests with something in their outbox, in order
         self._lock = threading.RLock()
         warm_up()
-        self._never = tuple(i for i in range(model.config.vocab_size) if not tokenizer.is_valid(i))
-        self._device = self.runner.device_steps(self._never)
-        self._flight: Flight | None = None
 
     @property
     def has_work(self) -> bool:

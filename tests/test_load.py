@@ -322,7 +322,9 @@ def test_a_model_that_a_card_has_no_room_for_is_refused_with_its_name(
 
     monkeypatch.setattr(load.recognise(TensorDict(tiny_tensors())).__class__, "build", build)
     for name in ("tiny.pth", "bundle"):
-        with pytest.raises(DeviceError, match=r"no room for .*kept as bf16: CUDA out of memory. Tried to allocate 2.00 GiB"):
+        with pytest.raises(
+            DeviceError, match=r"no room for .*kept as bf16: CUDA out of memory. Tried to allocate 2.00 GiB"
+        ):
             load_model(folder / name, CONFIG)
     with pytest.raises(DeviceError, match="no room for memory kept as bf16"):
         load_tensors(tiny_tensors(), CONFIG)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kittiwake.bench.shapes import random_rwkv7, small
+from kittiwake.device import Card, FoundCard
 from kittiwake.errors import CheckpointError
 from kittiwake.llm import LLM
-from kittiwake.receipt import receipt_digest
+from kittiwake.receipt import make_receipt, receipt_digest
 from tests.models import tiny_llm
 
 
@@ -46,3 +50,18 @@ def test_other_weights_are_another_receipt_and_changed_files_none(tmp_path: Path
         torch.save({"x": torch.zeros(3)}, tmp_path / "1.pth")
         with pytest.raises(CheckpointError, match="changed"):
             llm.receipt()
+
+
+def test_a_card_is_told_by_name_and_its_picks_are_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_llm().loaded
+    card = Card("NVIDIA H200", "9.0", 132, 1 << 37, 1 << 26, "580.1", "13.0", "13.0")
+    monkeypatch.setattr("kittiwake.receipt.find_card", lambda: FoundCard(card))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(
+        loaded.model, "describe", lambda: {"device": "cuda", "picks": [{"shape": "1x1"}]}, raising=False
+    )
+    receipt = make_receipt(loaded)
+    assert receipt["device"] == {"kind": "cuda", "processor": "NVIDIA H200", "capability": "9.0", "threads": 0}
+    assert receipt["versions"]["triton"] == "3.6.0" and receipt["products"] == []
+    monkeypatch.setattr("kittiwake.receipt.find_card", lambda: FoundCard(replace(card, capability="10.0")))
+    assert make_receipt(loaded)["digest"] != receipt["digest"]

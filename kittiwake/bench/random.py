@@ -3,42 +3,62 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, random_rwkv4
-from kittiwake.bench.rwkv56_shapes import RWKV5_SHAPES, RWKV6_SHAPES, random_rwkv5, random_rwkv6
-from kittiwake.bench.shapes import SHAPES, Recipe, Rwkv7Shape, rwkv7_recipes
+from kittiwake.bench.draw import Recipe
+from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, Rwkv4Shape, rwkv4_recipes
+from kittiwake.bench.rwkv56_shapes import (
+    RWKV5_SHAPES,
+    RWKV6_SHAPES,
+    Rwkv5Shape,
+    Rwkv6Shape,
+    rwkv5_recipes,
+    rwkv6_recipes,
+)
+from kittiwake.bench.shapes import SHAPES, Rwkv7Shape, rwkv7_recipes
 from kittiwake.checkpoints.reader import TensorInfo
 from kittiwake.config import EngineConfig
 from kittiwake.errors import UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.families.registry import family_named
-from kittiwake.load import Loaded, choose_device, load_source, load_tensors
+from kittiwake.load import Loaded, choose_device, load_source
 
 STORED = torch.bfloat16
 """How random weights are stored, as published ones are: float16 and float32 hold the same values."""
 
-
-MAKERS: dict[str, Callable[[int, torch.dtype], dict[str, torch.Tensor]]] = {
-    **{name: partial(random_rwkv4, rwkv4) for name, rwkv4 in RWKV4_SHAPES.items()},
-    **{name: partial(random_rwkv5, rwkv5) for name, rwkv5 in RWKV5_SHAPES.items()},
-    **{name: partial(random_rwkv6, rwkv6) for name, rwkv6 in RWKV6_SHAPES.items()},
-}
-"""Shapes of the versions before RWKV-7, by name: (seed, dtype) → a checkpoint."""
+AnyShape = Rwkv4Shape | Rwkv5Shape | Rwkv6Shape | Rwkv7Shape
+Shape = TypeVar("Shape", bound=AnyShape)
+ALL_SHAPES: dict[str, AnyShape] = {**SHAPES, **RWKV4_SHAPES, **RWKV5_SHAPES, **RWKV6_SHAPES}
+"""Every published shape by name: RWKV-7 by size alone, the others with their version in front."""
 
 
-class RandomWeights(Mapping[str, torch.Tensor]):
+def recipes_of(shape: AnyShape, seed: int, device: str = "cpu") -> dict[str, Recipe]:
+    """The tensors of a checkpoint of this shape, to be drawn on ``device``."""
+    if isinstance(shape, Rwkv4Shape):
+        return rwkv4_recipes(shape, seed, STORED, device)
+    if isinstance(shape, Rwkv5Shape):
+        return rwkv5_recipes(shape, seed, STORED, device)
+    if isinstance(shape, Rwkv6Shape):
+        return rwkv6_recipes(shape, seed, STORED, device)
+    return rwkv7_recipes(shape, seed, STORED, device)
+
+
+def family_of(shape: AnyShape) -> str:
+    """The name of the family that runs this shape."""
+    return {Rwkv4Shape: "rwkv4", Rwkv5Shape: "rwkv5", Rwkv6Shape: "rwkv6", Rwkv7Shape: "rwkv7"}[type(shape)]
+
+
+class RandomWeights(Mapping[str, torch.Tensor], Generic[Shape]):
     """Random tensors under BlinkDL's names, drawn on ``device`` each time one is asked for: never all there at once."""
 
-    def __init__(self, shape: Rwkv7Shape, seed: int = 0, device: str = "cpu") -> None:
+    def __init__(self, shape: Shape, seed: int = 0, device: str = "cpu") -> None:
         self.shape, self.seed, self.device = shape, seed, device
-        self.recipes: dict[str, Recipe] = rwkv7_recipes(shape, seed, STORED, device)
+        self.recipes: dict[str, Recipe] = recipes_of(shape, seed, device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of a name, drawn now."""
@@ -59,7 +79,7 @@ class RandomSource:
     format = "memory"
     config: Mapping[str, object] | None = None
 
-    def __init__(self, weights: RandomWeights, name: str) -> None:
+    def __init__(self, weights: RandomWeights[Any], name: str) -> None:
         self.path = Path(name)
         self.weights = weights
 
@@ -87,21 +107,29 @@ class RandomSource:
         self.close()
 
 
-def shape_named(name: str) -> Rwkv7Shape:
+def shape_named(name: str) -> AnyShape:
     """The published shape of a name. Raises UsageError for one that is not known."""
-    if name not in SHAPES:
-        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join([*SHAPES, *MAKERS])}")
-    return SHAPES[name]
+    if name not in ALL_SHAPES:
+        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join(ALL_SHAPES)}")
+    return ALL_SHAPES[name]
 
 
-def random_weights(shape: str, config: EngineConfig, seed: int = 0) -> RandomWeights:
-    """The random weights of a shape ("0.1b" …), drawn on the device the model will run on."""
+def random_weights(shape: str, config: EngineConfig, seed: int = 0) -> RandomWeights[Rwkv7Shape]:
+    """The random weights of an RWKV-7 shape ("0.1b" …), drawn on the device the model will run on: what peers are given."""
     sizes = shape_named(shape)
+    if not isinstance(sizes, Rwkv7Shape):
+        raise UsageError(f"no peer runs shape {shape!r}", f"shapes with peers: {', '.join(SHAPES)}")
     return RandomWeights(sizes, seed, choose_device(config.device, family_named("rwkv7")))
 
 
 def load_random(shape: str, config: EngineConfig, progress: Progress | None = None, seed: int = 0) -> Loaded:
     """Random weights of a shape, kept as ``config.dtype`` says ("auto": bf16, as published ones are)."""
-    if shape in MAKERS:
-        return load_tensors(MAKERS[shape](seed, STORED), config, progress=progress, name=f"random {shape}")
-    return load_source(RandomSource(random_weights(shape, config, seed), f"random {shape}"), config, progress=progress)
+    return load_shape(shape_named(shape), config, progress, seed, name=f"random {shape}")
+
+
+def load_shape(
+    shape: AnyShape, config: EngineConfig, progress: Progress | None = None, seed: int = 0, *, name: str = "random"
+) -> Loaded:
+    """The same of any sizes, drawn on the device the model will run on."""
+    device = choose_device(config.device, family_named(family_of(shape)))
+    return load_source(RandomSource(RandomWeights(shape, seed, device), name), config, progress=progress)

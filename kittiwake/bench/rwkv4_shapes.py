@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kittiwake.bench.draw import Draw, draw_norm
+from kittiwake.bench.draw import Draw, Recipe, draw_norm, made
 from kittiwake.errors import UsageError
 
 _DECAY_RANGE = (-9.0, 3.0)  # before both exponentials: one step keeps 0.99988 to 2e-9 of a channel
@@ -70,7 +70,14 @@ def random_rwkv4(
     The same (shape, seed) gives the same values, rounded to ``dtype``. ``key_gain`` is the standard deviation of the
     keys: with 30 many of them have an e^k beyond float32.
     """
-    draw = Draw(seed, dtype)
+    return made(rwkv4_recipes(shape, seed, dtype, key_gain=key_gain))
+
+
+def rwkv4_recipes(
+    shape: Rwkv4Shape, seed: int, dtype: torch.dtype, device: str = "cpu", *, key_gain: float = 2.0
+) -> dict[str, Recipe]:
+    """The same, each tensor drawn on ``device`` when it is wanted: a large model need not exist twice."""
+    draw = Draw(seed, dtype, device)
     c = shape.width
     tensors = {"emb.weight": draw.uniform("emb.weight", (shape.vocab, c), -0.05, 0.05)}
     tensors.update(draw_norm(draw, "blocks.0.ln0", c))
@@ -85,11 +92,11 @@ def random_rwkv4(
     return tensors
 
 
-def _time_mix(draw: Draw, att: str, shape: Rwkv4Shape, key_gain: float) -> dict[str, torch.Tensor]:
+def _time_mix(draw: Draw, att: str, shape: Rwkv4Shape, key_gain: float) -> dict[str, Recipe]:
     """Tensors of one time mix, its names starting with ``att``."""
     c, inner = shape.width, shape.attention_width
     tensors = {
-        att + name: draw.spread(att + name, inner, *ends).to(draw.dtype)
+        att + name: draw.scattered(att + name, inner, *ends)
         for name, ends in (("time_decay", _DECAY_RANGE), ("time_first", _BONUS_RANGE))
     }
     for letter in "kvr":
@@ -102,7 +109,7 @@ def _time_mix(draw: Draw, att: str, shape: Rwkv4Shape, key_gain: float) -> dict[
     return tensors
 
 
-def _channel_mix(draw: Draw, ffn: str, shape: Rwkv4Shape) -> dict[str, torch.Tensor]:
+def _channel_mix(draw: Draw, ffn: str, shape: Rwkv4Shape) -> dict[str, Recipe]:
     """Tensors of one channel mix, its names starting with ``ffn``."""
     c, hidden = shape.width, shape.ffn_width
     mixes = {f"{ffn}time_mix_{letter}": draw.uniform(f"{ffn}time_mix_{letter}", (1, 1, c), 0.0, 1.0) for letter in "kr"}

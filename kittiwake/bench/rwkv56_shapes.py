@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kittiwake.bench.draw import Draw, draw_norm
+from kittiwake.bench.draw import Draw, Recipe, draw_norm, made
 from kittiwake.errors import UsageError
 
 _DECAY_RANGE = (-8.0, 1.5)  # before both exponentials: one step keeps 0.99966 to 0.0113 of a key's row
@@ -111,16 +111,23 @@ def random_rwkv5(
     The same (shape, seed) gives the same values, rounded to `dtype`. `plain_bonus` says whether the bonus is named
     ``time_faaaa`` or, as its logarithm, ``time_first``; None: as published, plain in 5.2 alone.
     """
+    return made(rwkv5_recipes(shape, seed, dtype, plain_bonus=plain_bonus))
+
+
+def rwkv5_recipes(
+    shape: Rwkv5Shape, seed: int, dtype: torch.dtype, device: str = "cpu", *, plain_bonus: bool | None = None
+) -> dict[str, Recipe]:
+    """The same, each tensor drawn on `device` when it is wanted: a large model need not exist twice."""
     is_plain = shape.version == "5.2" if plain_bonus is None else plain_bonus
     by_head = (shape.heads, shape.head_size) if shape.version == "5.2" else (shape.heads,)
-    draw, c = Draw(seed, dtype), shape.width
-    tensors: dict[str, torch.Tensor] = {}
+    draw, c = Draw(seed, dtype, device), shape.width
+    tensors: dict[str, Recipe] = {}
     for layer in range(shape.layers):
         att, ffn = f"blocks.{layer}.att.", f"blocks.{layer}.ffn."
         tensors |= _mixes(draw, (f"{att}time_mix_{letter}" for letter in shape.mixes), c)
         tensors |= _mixes(draw, (f"{ffn}time_mix_{letter}" for letter in "kr"), c)
-        decays = draw.spread(att + "time_decay", torch.Size(by_head).numel(), *_DECAY_RANGE)
-        tensors[att + "time_decay"] = decays.reshape(by_head).to(dtype)
+        decays = draw.scattered(att + "time_decay", torch.Size(by_head).numel(), *_DECAY_RANGE)
+        tensors[att + "time_decay"] = decays.reshaped(*by_head)
         bonus = att + ("time_faaaa" if is_plain else "time_first")
         tensors[bonus] = draw.uniform(bonus, by_head, *((-2.0, 2.0) if is_plain else (-3.0, 1.0)))
         tensors |= _products(draw, layer, c, shape.heads, shape.ffn_width, is_gated=shape.version != "5.0")
@@ -132,17 +139,22 @@ def random_rwkv6(shape: Rwkv6Shape, seed: int, dtype: torch.dtype = torch.bfloat
 
     The same (shape, seed) gives the same values, rounded to `dtype`.
     """
-    draw, c = Draw(seed, dtype), shape.width
-    tensors: dict[str, torch.Tensor] = {}
+    return made(rwkv6_recipes(shape, seed, dtype))
+
+
+def rwkv6_recipes(shape: Rwkv6Shape, seed: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Recipe]:
+    """The same, each tensor drawn on `device` when it is wanted."""
+    draw, c = Draw(seed, dtype, device), shape.width
+    tensors: dict[str, Recipe] = {}
     for layer in range(shape.layers):
         att, ffn = f"blocks.{layer}.att.", f"blocks.{layer}.ffn."
         tensors |= _mixes(draw, (f"{att}time_maa_{letter}" for letter in "xwkvrg"), c)
         tensors |= _mixes(draw, (f"{ffn}time_maa_{letter}" for letter in "kr"), c)
         tensors[att + "time_maa_w1"] = draw.dense(att + "time_maa_w1", (c, 5 * shape.rank_mix), 1.0, c)
         up = draw.dense(att + "time_maa_w2", (5 * shape.rank_mix, c), 0.5, shape.rank_mix)
-        tensors[att + "time_maa_w2"] = up.reshape(5, shape.rank_mix, c)
-        decays = draw.spread(att + "time_decay", c, *_DECAY_RANGE)
-        tensors[att + "time_decay"] = decays.reshape(1, 1, c).to(dtype)
+        tensors[att + "time_maa_w2"] = up.reshaped(5, shape.rank_mix, c)
+        decays = draw.scattered(att + "time_decay", c, *_DECAY_RANGE)
+        tensors[att + "time_decay"] = decays.reshaped(1, 1, c)
         tensors[att + "time_decay_w1"] = draw.dense(att + "time_decay_w1", (c, shape.rank_decay), 1.0, c)
         up = draw.dense(att + "time_decay_w2", (shape.rank_decay, c), 1.0, shape.rank_decay)
         tensors[att + "time_decay_w2"] = up
@@ -152,12 +164,12 @@ def random_rwkv6(shape: Rwkv6Shape, seed: int, dtype: torch.dtype = torch.bfloat
     return _framed(draw, shape.vocab, c, tensors)
 
 
-def _mixes(draw: Draw, names: Iterable[str], c: int) -> dict[str, torch.Tensor]:
+def _mixes(draw: Draw, names: Iterable[str], c: int) -> dict[str, Recipe]:
     """Token shifts [1, 1, C]."""
     return {name: draw.uniform(name, (1, 1, c), 0.0, 1.0) for name in names}
 
 
-def _products(draw: Draw, layer: int, c: int, heads: int, ffn_width: int, *, is_gated: bool) -> dict[str, torch.Tensor]:
+def _products(draw: Draw, layer: int, c: int, heads: int, ffn_width: int, *, is_gated: bool) -> dict[str, Recipe]:
     """Products, group norm and layer norms of one layer."""
     block = f"blocks.{layer}."
     tensors = draw_norm(draw, block + "ln1", c) | draw_norm(draw, block + "ln2", c)
@@ -167,7 +179,8 @@ def _products(draw: Draw, layer: int, c: int, heads: int, ffn_width: int, *, is_
         weight = f"{block}att.{name}.weight"
         tensors[weight] = draw.dense(weight, (c, c), gain, c)
     key_gain = 10.0 ** draw.spread(block + "att.key.gain", heads, *_KEY_GAIN_LOG10)
-    tensors[block + "att.key.weight"].view(heads, -1).mul_(key_gain[:, None])
+    key = block + "att.key.weight"
+    tensors[key] = tensors[key].scaled_by_head(key_gain)
     for name, (rows, columns), gain in (
         ("key", (ffn_width, c), 1.0),
         ("receptance", (c, c), 1.0),
@@ -178,7 +191,7 @@ def _products(draw: Draw, layer: int, c: int, heads: int, ffn_width: int, *, is_
     return tensors
 
 
-def _framed(draw: Draw, vocab: int, c: int, blocks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _framed(draw: Draw, vocab: int, c: int, blocks: dict[str, Recipe]) -> dict[str, Recipe]:
     """The layers with embedding, outer norms and head."""
     tensors = {"emb.weight": draw.uniform("emb.weight", (vocab, c), -0.05, 0.05)} | blocks
     tensors |= draw_norm(draw, "blocks.0.ln0", c) | draw_norm(draw, "ln_out", c)

@@ -7,16 +7,14 @@ group norm's epsilon, as they do in trained models.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from kittiwake.bench.draw import Draw, Recipe, draw_norm, made
 from kittiwake.errors import UsageError
 
-_BLOCK_ELEMENTS = 1 << 15  # torch keeps an elementwise op of this size on one thread: no thread pool to wait for
 _DECAY_RANGE = (-7.0, 3.0)  # w0, before the sigmoid: one step keeps 0.9994 to 0.5611 of a state column
 _KEY_GAIN_LOG10 = (-3.0, -1.0)  # one gain a head
 
@@ -91,90 +89,6 @@ def small(
     return Rwkv7Shape(layers, width, rank_w, rank_a, rank_v, rank_g, head_size=head_size, vocab=vocab)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A tensor yet to be drawn: its shape and type are known, ``make`` gives it anew each time, the same values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
-
-    def reshaped(self, *shape: int) -> Recipe:
-        """The same values in another shape."""
-        return Recipe(shape, self.dtype, lambda: self.make().reshape(shape))
-
-    def scaled_by_head(self, gains: torch.Tensor) -> Recipe:
-        """Rows of a matrix, head by head, times float32 ``gains`` [H]; rounded once."""
-
-        def make() -> torch.Tensor:
-            tensor = self.make()
-            tensor.view(len(gains), -1).mul_(gains[:, None].to(tensor.device))
-            return tensor
-
-        return Recipe(self.shape, self.dtype, make)
-
-
-class _Draw:
-    """Recipes of random tensors, each from a stream of its own keyed by (seed, name): adding one changes no other.
-
-    A card draws large tensors itself, so that no model is sent to it; its values are others than the processor's.
-    """
-
-    def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu") -> None:
-        self._seed = seed
-        self._dtype = dtype
-        self._device = device
-
-    def _stream(self, name: str) -> np.random.PCG64:
-        return np.random.PCG64([self._seed, zlib.crc32(name.encode())])
-
-    def uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> Recipe:
-        """Values spread evenly within (low, high), drawn as float32 and rounded once."""
-        fill = self._fill_here if self._device == "cpu" else self._fill_on_card
-        return Recipe(shape, self._dtype, lambda: fill(name, shape, low, high))
-
-    def _fill_here(self, name: str, shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
-        """Values at 65536 even levels.
-
-        Four levels come from each raw word: several times faster than drawing floats, and NumPy keeps raw streams
-        stable. Filled block by block, so that no second copy of a large tensor exists.
-        """
-        tensor = torch.empty(shape, dtype=self._dtype)
-        flat, stream = tensor.view(-1), self._stream(name)
-        step = (high - low) / 65536
-        for start in range(0, flat.numel(), _BLOCK_ELEMENTS):
-            part = flat[start : start + _BLOCK_ELEMENTS]
-            words = stream.random_raw(-(-part.numel() // 4)).astype("<u8", copy=False)
-            levels = torch.from_numpy(words.view("<u2")[: part.numel()].astype(np.float32))
-            part.copy_(levels.mul_(step).add_(low + step / 2))
-        return tensor
-
-    def _fill_on_card(self, name: str, shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
-        generator = torch.Generator(self._device)
-        generator.manual_seed(int(self._stream(name).random_raw()) >> 1)
-        values = torch.rand(shape, generator=generator, device=self._device, dtype=torch.float32)
-        return values.mul_(high - low).add_(low).to(self._dtype)
-
-    def dense(self, name: str, shape: tuple[int, int], gain: float, fan_in: int) -> Recipe:
-        """A matrix that turns inputs of unit variance into outputs of standard deviation `gain`."""
-        bound = gain * (3.0 / fan_in) ** 0.5
-        return self.uniform(name, shape, -bound, bound)
-
-    def spread(self, name: str, count: int, low: float, high: float) -> torch.Tensor:
-        """`count` evenly spaced float32 values that cover [low, high], in random order, in host memory."""
-        values = np.linspace(low, high, count) if count > 1 else np.array([(low + high) / 2])
-        order = np.argsort(self._stream(name).random_raw(count), kind="stable")
-        return torch.from_numpy(values[order].astype(np.float32))
-
-    def decays(self, name: str, count: int) -> Recipe:
-        """Decay biases [count] that cover the trained range."""
-
-        def make() -> torch.Tensor:
-            return self.spread(name, count, *_DECAY_RANGE).to(self._device, self._dtype)
-
-        return Recipe((count,), self._dtype, make)
-
-
 def random_rwkv7(
     shape: Rwkv7Shape, seed: int, dtype: torch.dtype = torch.bfloat16, *, unused_layer0: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -185,40 +99,33 @@ def random_rwkv7(
     deviation of about 2.5 at any length. `unused_layer0` adds v0, v1 and v2 of layer 0, which some published files
     carry and no model reads.
     """
-    recipes = rwkv7_recipes(shape, seed, dtype, unused_layer0=unused_layer0)
-    return {name: recipe.make() for name, recipe in recipes.items()}
+    return made(rwkv7_recipes(shape, seed, dtype, unused_layer0=unused_layer0))
 
 
 def rwkv7_recipes(
     shape: Rwkv7Shape, seed: int, dtype: torch.dtype, device: str = "cpu", *, unused_layer0: bool = False
 ) -> dict[str, Recipe]:
     """The same, each tensor drawn on `device` when it is wanted: a large model need not exist twice."""
-    draw = _Draw(seed, dtype, device)
+    draw = Draw(seed, dtype, device)
     c = shape.width
     tensors = {"emb.weight": draw.uniform("emb.weight", (shape.vocab, c), -0.05, 0.05)}
-    tensors.update(_norm(draw, "blocks.0.ln0", c))
+    tensors.update(draw_norm(draw, "blocks.0.ln0", c))
     for layer in range(shape.layers):
         block = f"blocks.{layer}."
-        tensors.update(_norm(draw, block + "ln1", c))
-        tensors.update(_norm(draw, block + "ln2", c))
+        tensors.update(draw_norm(draw, block + "ln1", c))
+        tensors.update(draw_norm(draw, block + "ln2", c))
         tensors.update(_time_mix(draw, block + "att.", shape, value_residual=layer > 0 or unused_layer0))
         tensors.update(_channel_mix(draw, block + "ffn.", shape))
-    tensors.update(_norm(draw, "ln_out", c))
+    tensors.update(draw_norm(draw, "ln_out", c))
     tensors["head.weight"] = draw.dense("head.weight", (shape.vocab, c), 2.5, c)
     return tensors
 
 
-def _norm(draw: _Draw, name: str, c: int) -> dict[str, Recipe]:
-    """Weight and bias [C] of a layer norm or group norm."""
-    weight, bias = f"{name}.weight", f"{name}.bias"
-    return {weight: draw.uniform(weight, (c,), 0.5, 1.5), bias: draw.uniform(bias, (c,), -0.3, 0.3)}
-
-
-def _time_mix(draw: _Draw, att: str, shape: Rwkv7Shape, *, value_residual: bool) -> dict[str, Recipe]:
+def _time_mix(draw: Draw, att: str, shape: Rwkv7Shape, *, value_residual: bool) -> dict[str, Recipe]:
     """Tensors of one time mix, its names starting with `att`."""
     c = shape.width
     tensors = {att + x: draw.uniform(att + x, (1, 1, c), 0.0, 1.0) for x in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")}
-    tensors[att + "w0"] = draw.decays(att + "w0", c).reshaped(1, 1, c)
+    tensors[att + "w0"] = draw.scattered(att + "w0", c, *_DECAY_RANGE).reshaped(1, 1, c)
     tensors[att + "a0"] = draw.uniform(att + "a0", (1, 1, c), -3.0, 3.0)
     if value_residual:
         tensors[att + "v0"] = draw.uniform(att + "v0", (1, 1, c), -2.0, 2.0)
@@ -232,11 +139,11 @@ def _time_mix(draw: _Draw, att: str, shape: Rwkv7Shape, *, value_residual: bool)
     # Small keys put the variance of a head's output on either side of the group norm's epsilon (6.4e-4).
     key_gain = 10.0 ** draw.spread(att + "key.gain", shape.heads, *_KEY_GAIN_LOG10)
     tensors[att + "key.weight"] = tensors[att + "key.weight"].scaled_by_head(key_gain)
-    tensors.update(_norm(draw, att + "ln_x", c))
+    tensors.update(draw_norm(draw, att + "ln_x", c))
     return tensors
 
 
-def _low_rank_pairs(draw: _Draw, att: str, shape: Rwkv7Shape, *, value_residual: bool) -> Iterator[tuple[str, Recipe]]:
+def _low_rank_pairs(draw: Draw, att: str, shape: Rwkv7Shape, *, value_residual: bool) -> Iterator[tuple[str, Recipe]]:
     """Yield the low-rank matrices x1 [C, R] and x2 [R, C] of decay, in-context rate, gate and value residual."""
     pairs = [("w", shape.rank_w, 1.0), ("a", shape.rank_a, 1.0), ("g", shape.rank_g, 2.0)]
     if value_residual:
@@ -247,7 +154,7 @@ def _low_rank_pairs(draw: _Draw, att: str, shape: Rwkv7Shape, *, value_residual:
         yield up, draw.dense(up, (rank, shape.width), gain, rank)
 
 
-def _channel_mix(draw: _Draw, ffn: str, shape: Rwkv7Shape) -> dict[str, Recipe]:
+def _channel_mix(draw: Draw, ffn: str, shape: Rwkv7Shape) -> dict[str, Recipe]:
     """Tensors of one channel mix, its names starting with `ffn`."""
     key, value = ffn + "key.weight", ffn + "value.weight"
     return {

@@ -291,7 +291,11 @@ def _pick_row(row: dict[str, Any]) -> dict[str, Any]:
         if told and told[-1][1] == choice:
             told.pop()
         told.append((rows, choice))
-    found = {"shape": row["shape"], "picks": ", ".join(f"{rows}: {choice}" for rows, choice in told), "reason": row["reason"]}
+    found = {
+        "shape": row["shape"],
+        "picks": ", ".join(f"{rows}: {choice}" for rows, choice in told),
+        "reason": row["reason"],
+    }
     return found | ({"replaced": ", ".join(row["replaced"])} if row["replaced"] else {})
 
 

@@ -43,7 +43,7 @@ def verify(
     """Prove that the bits of a token depend only on the tokens before it.
 
     Runs the model in many ways that must not matter (split prompts, neighbours, other slots, other orders) and compares
-    logits and states bit for bit; a bundle's goldens are replayed too. Exit code 1 when anything differs.
+    logits and states bit for bit; on the CPU a bundle's goldens are replayed too. Exit code 1 when anything differs.
     """
     config = engine_config(device=device, dtype=dtype, threads=threads)
     from kittiwake.load import load_model

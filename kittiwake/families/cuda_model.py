@@ -34,14 +34,16 @@ from kittiwake.families.cuda_rows import (
 from kittiwake.families.rwkv_names import Shapes, listed
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
 from kittiwake.layers.cuda_probe import pick_products
-from kittiwake.ops.shift_mix.triton import embed_rows, norm_rows
+from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MOST_ROWS = 8192
 """Most rows of one launch, which the workspace is made for; longer batches are cut, which changes no bit."""
 MOST_WANTED = 512
 """Rows of logits made in one launch."""
-Copies = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+Addend = torch.Tensor | Added
+"""What a block adds to the residual stream."""
+Copies = Callable[[int, torch.Tensor, Addend | None], None]
 """Takes what enters a layer: its number, the residual stream, and what is yet to be added to it."""
 
 
@@ -56,6 +58,8 @@ class CudaModel(ABC):
         self.dtype = dtype
         self.element = DTYPES[dtype]
         self.width, self.vocab, self.eps = width, vocab, eps
+        self.output_eps = eps
+        """Epsilon of the norm before the head."""
         self.place = torch.device("cuda", torch.cuda.current_device())
         memory = torch.cuda.get_device_properties(self.place).total_memory
         self.most_rows = min(MOST_ROWS, max(256, int(memory / 2**30 * 128) // 256 * 256))
@@ -77,7 +81,7 @@ class CudaModel(ABC):
     @abstractmethod
     def trunk(
         self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Copies | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Addend]:
         """All layers on the embedded rows; the residual stream and what the last block adds to it."""
 
     # -- rooms
@@ -223,13 +227,13 @@ class CudaModel(ABC):
 
     def _eager(
         self, piece: Piece, shape: Shape, states: StateTable, hidden: _Hidden | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Addend]:
         buffer = self._buffer()
         buffer.fill(piece, shape)
         return self._layers(buffer.views(shape), states, hidden)
 
     @exact_products()
-    def _layers(self, rows: Rows, states: StateTable, hidden: _Hidden | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _layers(self, rows: Rows, states: StateTable, hidden: _Hidden | None) -> tuple[torch.Tensor, Addend]:
         assert isinstance(states, CudaStateTable)
         x = self.room("x0", rows.shape.rows, self.width, dtype=torch.float32)
         norm = self.norms["embedding_norm"]
@@ -238,19 +242,19 @@ class CudaModel(ABC):
         embed_rows(*given, self.embedding, norm, self.eps, x, overlap=False)
         return self.trunk(x, rows, states, hidden)
 
-    def _logits(self, x: torch.Tensor, y: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor, y: Addend, rows: Rows) -> torch.Tensor:
         out = self.room("logits", rows.shape.wanted, self.vocab, dtype=torch.float32, most=MOST_WANTED)
         if rows.shape.wanted:
             self._head(x, y, rows.want, out)
         return out
 
     @exact_products()
-    def _head(self, x: torch.Tensor, y: torch.Tensor, want: torch.Tensor, out: torch.Tensor) -> None:
+    def _head(self, x: torch.Tensor, y: Addend, want: torch.Tensor, out: torch.Tensor) -> None:
         normed = self.room("normed", len(want), self.width, most=MOST_WANTED)
-        norm_rows(x, y, want, self.norms["output_norm"], self.eps, normed, overlap=self.overlap)
+        norm_rows(x, y, want, self.norms["output_norm"], self.output_eps, normed, overlap=self.overlap)
         self.head(normed, out, overlap=self.overlap)
 
-    def _each_logits(self, x: torch.Tensor, y: torch.Tensor, piece: Piece, out: np.ndarray) -> None:
+    def _each_logits(self, x: torch.Tensor, y: Addend, piece: Piece, out: np.ndarray) -> None:
         """Logits of any number of wanted rows, MOST_WANTED at a time, into host memory."""
         for first in range(0, len(piece.want), MOST_WANTED):
             some = piece.want[first : first + MOST_WANTED]
@@ -323,8 +327,8 @@ class _Hidden:
     def __init__(self, arrays: Mapping[int, np.ndarray], piece: Piece) -> None:
         self._arrays, self._rows = arrays, piece.rows
 
-    def __call__(self, layer: int, x: torch.Tensor, y: torch.Tensor | None) -> None:
+    def __call__(self, layer: int, x: torch.Tensor, y: Addend | None) -> None:
         """What enters a layer, not yet added up."""
         if layer in self._arrays:
-            whole = x if y is None else x + y.float()
+            whole = x if y is None else (y if isinstance(y, Added) else Added(y)).to(x)
             self._arrays[layer][self._rows] = whole.cpu().numpy()

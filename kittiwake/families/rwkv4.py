@@ -12,7 +12,7 @@ they are wanted: by the epsilon that its norms have in effect.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ from kittiwake.layers.linear import Product
 from kittiwake.ops.wkv4 import EMPTY_TOP
 from kittiwake.ops.wkv4.cpu import time_mix
 
+if TYPE_CHECKING:
+    from kittiwake.families.cuda_model import CudaModel
+
 _EXTRA = ("attention", "ffn", "norm_eps", "rescale_every", "end_ids")
 
 
@@ -56,6 +59,7 @@ class Rwkv4Family(RwkvFamily):
     """The family's side of the contract."""
 
     name = "rwkv4"
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-4 has a decay and a bonus, and none of what later versions add to the time mix."""
@@ -141,10 +145,29 @@ class Rwkv4Family(RwkvFamily):
         """See :class:`RwkvFamily`."""
         return Rwkv4Model(config, self.shapes(config), self.state_spec(config), dtype, threads, progress)
 
+    def make_cuda_model(self, config: ModelConfig, dtype: str) -> CudaModel:
+        """See :class:`RwkvFamily`."""
+        from kittiwake.families.rwkv4_cuda import Rwkv4Cuda  # Triton is there only where a card is
 
-def _log_decay(decay: np.ndarray) -> np.ndarray:
+        return Rwkv4Cuda(config, _sizes(config), self.state_spec(config), dtype)
+
+
+def log_decay(decay: np.ndarray) -> np.ndarray:
     """-e^decay, below 0: what a step adds to the exponents of the past."""
     return (-np.exp(decay.astype(np.float64))).astype(np.float32)
+
+
+def effective_eps(eps: float, rescale_every: int, layer: int) -> float:
+    """Epsilon in effect where the stream would have been halved once for every ``rescale_every`` layers before; 0: never."""
+    return eps * 4.0 ** (layer // rescale_every) if rescale_every else eps
+
+
+def no_tuned_states(source: TensorSource) -> ModelError:
+    """What asking for an initial state is answered with: there are none."""
+    return ModelError(
+        f"{source.path} cannot be an initial state of RWKV-4, which keeps no matrices",
+        "tuned states are for RWKV-5 to RWKV-7; a state kittiwake saved is loaded as such",
+    )
 
 
 class _Layer(RwkvCpuLayer):
@@ -164,7 +187,7 @@ class _Layer(RwkvCpuLayer):
                 for i, name in enumerate(TIME_SHIFTS.values())
             ),
         )
-        self.log_decay = self.vectors(inner, "time_mix.decay", change=_log_decay)[0]
+        self.log_decay = self.vectors(inner, "time_mix.decay", change=log_decay)[0]
         self.bonus = self.vectors(inner, "time_mix.bonus")[0]
         self.output = self.group(group, Product(f"{self.prefix}time_mix.output.weight", inner, width, 0))
         shifts = (CHANNEL_SHIFTS[0], CHANNEL_SHIFTS[1])
@@ -180,19 +203,14 @@ class Rwkv4Model(RwkvCpuModel[_Layer]):
 
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """There are no tuned initial states of RWKV-4. Raises ModelError."""
-        raise ModelError(
-            f"{source.path} cannot be an initial state of RWKV-4, which keeps no matrices",
-            "tuned states are for RWKV-5 to RWKV-7; a state kittiwake saved is loaded as such",
-        )
+        raise no_tuned_states(source)
 
     def output_eps(self) -> np.float32:
         """See :class:`RwkvCpuModel`."""
         return self._eps_at(self.config.layers)
 
     def _eps_at(self, layer: int) -> np.float32:
-        """Epsilon in effect where the stream would have been halved once for every ``rescale_every`` layers before."""
-        every = self.config.extra["rescale_every"]
-        return self._eps * np.float32(4.0 ** (layer // every)) if every else self._eps
+        return np.float32(effective_eps(float(self._eps), self.config.extra["rescale_every"], layer))
 
     def run_layer(self, index: int, layer: _Layer, rows: Rows, y: np.ndarray) -> np.ndarray:
         """See :class:`RwkvCpuModel`."""

@@ -6,7 +6,7 @@ Sources: RWKV-LM, RWKV-v5/src/model.py; arXiv 2404.05892. Names are in rwkv5_nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from kittiwake.families.rwkv_time_state import initial_matrix_state, matrix_stat
 from kittiwake.layers.linear import Product
 from kittiwake.ops.wkv6.cpu import time_mix
 
+if TYPE_CHECKING:
+    from kittiwake.families.cuda_model import CudaModel
+
 _EXTRA = ("version", "heads", "ffn", "is_bonus_log", "norm_eps", "group_norm_eps")
 
 
@@ -52,6 +55,7 @@ class Rwkv5Family(RwkvFamily):
     """The family's side of the contract."""
 
     name = "rwkv5"
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-5 has the decay of RWKV-4 and the group norm of RWKV-6, and the token shifts of neither RWKV-6 nor 7."""
@@ -94,6 +98,12 @@ class Rwkv5Family(RwkvFamily):
         """See :class:`RwkvFamily`."""
         return Rwkv5Model(config, self.state_spec(config), dtype, threads, progress)
 
+    def make_cuda_model(self, config: ModelConfig, dtype: str) -> CudaModel:
+        """See :class:`RwkvFamily`."""
+        from kittiwake.families.rwkv5_cuda import Rwkv5Cuda  # Triton is there only where a card is
+
+        return Rwkv5Cuda(config, _sizes(config), self.state_spec(config), dtype)
+
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The config a bundle's manifest gives; strict about keys and kinds."""
         check_manifest_keys(model, "rwkv5", _EXTRA)
@@ -109,6 +119,11 @@ class Rwkv5Family(RwkvFamily):
         origins = {"layout": "bundle", "norm_eps": "manifest", "group_norm_eps": "manifest"}
         extra = {key: model[key] for key in _EXTRA}
         return ModelConfig("rwkv5", model["layers"], model["width"], model["vocab_size"], extra, origins)
+
+
+def plain_bonus(log_bonus: np.ndarray) -> np.ndarray:
+    """A bonus [C] that is stored as its logarithm."""
+    return np.exp(log_bonus.astype(np.float64)).astype(np.float32)
 
 
 class _Layer(RwkvCpuLayer):
@@ -136,7 +151,7 @@ class _Layer(RwkvCpuLayer):
 
     def take(self, name: str, values: np.ndarray) -> None:
         """Copy a vector to its row; of a bonus that is stored as its logarithm, the exponential."""
-        super().take(name, np.exp(values.astype(np.float64)) if name == "time_mix.log_bonus" else values)
+        super().take(name, plain_bonus(values) if name == "time_mix.log_bonus" else values)
 
 
 class Rwkv5Model(RwkvCpuModel[_Layer]):

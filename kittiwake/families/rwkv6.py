@@ -6,7 +6,7 @@ Sources: RWKV-LM, RWKV-v5/src/model.py; arXiv 2404.05892. Names are in rwkv6_nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +42,9 @@ from kittiwake.layers.linear import Product
 from kittiwake.ops.dynamic_mix.cpu import close_mix, open_mix
 from kittiwake.ops.wkv6.cpu import time_mix
 
+if TYPE_CHECKING:
+    from kittiwake.families.cuda_model import CudaModel
+
 _EXTRA = ("heads", "ffn", "ranks", "norm_eps", "group_norm_eps")
 
 
@@ -57,6 +60,7 @@ class Rwkv6Family(RwkvFamily):
     """The family's side of the contract."""
 
     name = "rwkv6"
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-6 is told by its token shifts ``time_maa``, and in GGUF by the architecture."""
@@ -101,6 +105,12 @@ class Rwkv6Family(RwkvFamily):
     def make_model(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> Rwkv6Model:
         """See :class:`RwkvFamily`."""
         return Rwkv6Model(config, self.state_spec(config), dtype, threads, progress)
+
+    def make_cuda_model(self, config: ModelConfig, dtype: str) -> CudaModel:
+        """See :class:`RwkvFamily`."""
+        from kittiwake.families.rwkv6_cuda import Rwkv6Cuda  # Triton is there only where a card is
+
+        return Rwkv6Cuda(config, _sizes(config), self.state_spec(config), dtype)
 
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The config a bundle's manifest gives; strict about keys and kinds."""

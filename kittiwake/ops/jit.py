@@ -22,6 +22,7 @@ from kittiwake.device import cache_dir, waiting_environment
 
 Function = Callable[..., Any]
 _NO_KERNELS = ("__init__.py", "cases.py", "packed.py", "reference.py")
+_OF_CARDS = ("cuda.py", "nvrtc.py", "triton.py", "triton_kernels.py")
 
 
 @lru_cache
@@ -29,7 +30,17 @@ def kernels_digest() -> str:
     """Sixteen hex digits over the source of every kernel and the versions of Numba, llvmlite and numpy."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {np.__version__}".encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        if path.name not in _NO_KERNELS:
+        if path.name not in (*_NO_KERNELS, *_OF_CARDS):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache
+def card_kernels_digest() -> str:
+    """Sixteen hex digits over the source of every kernel that runs on a card."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.name in _OF_CARDS or path.suffix == ".cu":
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

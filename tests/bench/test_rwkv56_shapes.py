@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kittiwake.bench.random import MAKERS
+from kittiwake.bench.random import ALL_SHAPES
 from kittiwake.bench.rwkv56_shapes import (
     RWKV5_SHAPES,
     RWKV6_SHAPES,
@@ -112,6 +112,6 @@ def test_impossible_sizes_are_refused_by_name(kind: Any, sizes: dict[str, Any], 
 
 
 def test_published_shapes_can_be_benchmarked_by_name() -> None:
-    assert set(RWKV5_SHAPES) | set(RWKV6_SHAPES) <= set(MAKERS)
+    assert set(RWKV5_SHAPES) | set(RWKV6_SHAPES) <= set(ALL_SHAPES)
     assert (RWKV6_SHAPES["rwkv6-1.6b"].ffn_width, RWKV6_SHAPES["rwkv6-1.6b"].heads) == (7168, 32)
     assert RWKV5_SHAPES["rwkv5-0.4b"].ffn_width == 3584 and RWKV6_SHAPES["rwkv6-7b"].ffn_width == 14336

@@ -141,7 +141,12 @@ PICKED: dict[str, Any] = {
     "picks": [
         {
             "shape": "2048x2048",
-            "up_to_rows": {"1": "narrow 16x8x256x4", "8": "tile 16x32x64x2x4", "16": "tile 16x32x64x2x4", "more": "library"},
+            "up_to_rows": {
+                "1": "narrow 16x8x256x4",
+                "8": "tile 16x32x64x2x4",
+                "16": "tile 16x32x64x2x4",
+                "more": "library",
+            },
             "reason": "measured on this card; bits proved",
             "replaced": [],
         },
@@ -182,7 +187,14 @@ def test_picks_on_a_card_are_told_with_reasons_and_memory() -> None:
     report = {"machine": machine, "card": H200, "kernel_languages": [], "versions": [], "runtime": {}}
     text = report_text(report | {"model": described, "warnings": []})
     picks = "1: narrow 16x8x256x4, 16: tile 16x32x64x2x4, more: library"
-    parts = ("name: NVIDIA H200", "memory: 154 GB", "workspace: 1.07 GB", picks, "library for more rows", "buckets: 1, 2, 4")
+    parts = (
+        "name: NVIDIA H200",
+        "memory: 154 GB",
+        "workspace: 1.07 GB",
+        picks,
+        "library for more rows",
+        "buckets: 1, 2, 4",
+    )
     for part in parts:
         assert part in text
 

@@ -199,8 +199,8 @@ def test_tilings_change_no_bit(size: int) -> None:
     case = TimeMixCase(Packed((127, 3, 1, 65)), 2, size, False)
     dtype = torch.float16 if size == 64 else torch.float32
     expected = whole(case, dtype)
-    tilings = {tiling for _, tiling in TILINGS} | {Tiling(1, 4, 1, 2), Tiling(4, 64, 4, 4), Tiling(2, 8, 5, 3)}
-    for tiling in sorted(tilings, key=str):
+    others = [Tiling(1, 4, 1, 2), Tiling(4, 64, 4, 4), Tiling(2, 8, 5, 3)] if size == 64 else []
+    for tiling in [*(tiling for _, tiling in TILINGS), *others]:
         found = whole(case, dtype, tiling=tiling)
         LEDGER.case("scan: tilings", all(same_bits(found[name], expected[name]) for name in ("out", "state", "y")))
     assert LEDGER.holds("scan: tilings")
@@ -212,18 +212,14 @@ def test_the_scan_is_as_near_to_float64_as_the_serial_reference() -> None:
     inputs = rounded(case, torch.float32)
     found = run(case, inputs, case.packed.starts, case.packed.slots, torch.float32)
     w, k, a, b, r, v = (np.ascontiguousarray(found["made"][:, :, index].swapaxes(0, 1)) for index in range(6))
-    slot = int(case.packed.slots[0])
     serial_state, exact_state = inputs["state"].copy(), inputs["state"].astype(np.float64)
     serial = reference.scan(r, w, k, v, a, b, case.packed.starts, case.packed.slots, serial_state)
     doubles = [array.astype(np.float64) for array in (r, w, k, v, a, b)]
     exact = reference.scan(*doubles, case.packed.starts, case.packed.slots, exact_state)
-    errors = {
-        "states": (
-            relative_error(found["state"][slot], exact_state[slot]),
-            relative_error(serial_state[slot], exact_state[slot]),
-        ),
-        "outputs": (relative_error(found["y"], exact), relative_error(serial, exact)),
-    }
+    ran = case.packed.slots
+    truths = {"states": exact_state[ran], "outputs": exact}
+    answers = {"states": (found["state"][ran], serial_state[ran]), "outputs": (found["y"], serial)}
+    errors = {name: [relative_error(one, truths[name]) for one in pair] for name, pair in answers.items()}
     for name, (ours, serially) in errors.items():
         LEDGER.figure(f"scan over 1,500 tokens: relative error of {name} against float64", ours)
         LEDGER.figure(f"the same of the serial float32 reference: {name}", serially)

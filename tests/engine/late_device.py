@@ -1,4 +1,4 @@
-"""A device without a card: steps run on the CPU, tokens feed back by slot, and the host is told of them only when it lands a flight."""
+"""A device without a card: steps run on the CPU, tokens feed back by slot, the host learns them when it lands a flight."""
 
 from __future__ import annotations
 

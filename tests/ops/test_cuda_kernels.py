@@ -96,20 +96,22 @@ def test_row_kernels_compile_and_contract_nothing(capability: int, width: int) -
     from kittiwake.ops.shift_mix import triton as rows
 
     types = dict.fromkeys(
-        ("x", "x_out", "norm", "mixes", "shift", "last", "weight", "bias", "first", "second"), "*fp32"
+        ("x", "x_out", "norm", "mixes", "shift", "kept", "last", "weight", "bias", "first", "second"), "*fp32"
     )
-    types |= dict.fromkeys(("y", "mixed", "table", "out"), "*fp16") | {"drawn": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("y", "gate", "mixed", "table", "out"), "*fp16")
+    types |= {"drawn": "*i64"} | dict.fromkeys(("eps", "scale"), "fp32")
     types |= dict.fromkeys(("ids", "owners", "slots", "starts", "rows"), "*i32")
-    types |= dict.fromkeys(("C", "mixed_stride", "L", "B", "S"), "i32")
+    types |= dict.fromkeys(("C", "mixed_stride", "gate_stride", "kept_stride", "L", "B", "S"), "i32")
     overlap = capability >= 90
     options = rows._options(width, overlap)
     fixed = {name: options.pop(name) for name in ("BLOCK", "OVERLAP", "EARLY")}
-    shifts = [{"HAS_Y": has_y, "MIXES": mixes, "SPLIT": split}
-              for has_y, mixes, split in ((False, 6, True), (True, 6, False), (True, 1, True))]  # fmt: skip
+    shifts = [{"HAS_Y": has_y, "HAS_GATE": has_gate, "KEEPS": keeps, "MIXES": mixes, "SPLIT": split}
+              for has_y, has_gate, keeps, mixes, split in (
+                  (False, False, False, 6, True), (True, False, False, 6, False), (True, True, True, 1, True))]  # fmt: skip
     for kernel, more in (
         (rows.embed_kernel, {}),
         *((rows.shift_kernel, given) for given in shifts),
-        (rows.norm_kernel, {}),
+        *((rows.norm_kernel, {"HAS_GATE": has_gate}) for has_gate in (False, True)),
         (rows.commit_kernel, {}),
     ):
         code = built(kernel, capability, types, fixed | more, **options).asm

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +26,7 @@ from kittiwake.layers.linear import LinearGroup
 from kittiwake.layers.probe import Pick
 from kittiwake.llm import LLM
 from kittiwake.load import Loaded, load_tensors
-from kittiwake.verify.laws import LAWS, verify
+from kittiwake.verify.laws import LAWS, _laws_for, verify
 from tests.engine.drive import Tampered
 from tests.tiny import tiny_model, tiny_tensors
 
@@ -92,6 +94,11 @@ def test_goldens_are_one_law_more() -> None:
     results = verify(with_goldens(), CONFIG)
     assert (results[-1].name, results[-1].cases, results[-1].differing) == ("goldens of the bundle", 3, 0)
     assert len(results) == len(LAWS) + 1
+
+
+def test_goldens_are_no_law_on_another_device_than_the_one_they_were_recorded_on() -> None:
+    on_card: Any = SimpleNamespace(goldens=(1,), model=SimpleNamespace(device="cuda"))
+    assert _laws_for(on_card) == LAWS
 
 
 def test_a_golden_of_other_tokens_or_another_tokenizer_is_found() -> None:

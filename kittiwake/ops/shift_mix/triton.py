@@ -6,6 +6,7 @@ the row before the next one, and both must round alike.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BEGIN_NEXT = True
 """Whether the next kernel may begin at once, rather than when these have ended."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a block adds to the residual stream: scale * gate * y, in float32."""
+
+    y: torch.Tensor
+    """[N, C], of the block's last product."""
+    gate: torch.Tensor | None = None
+    """[N, C], columns of wider rows or not; None: 1."""
+    scale: float = 1.0
+    """A power of two."""
+
+    def to(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream with it."""
+        added = self.y.float() * self.scale
+        return x + (added if self.gate is None else added * self.gate.float())
+
+
+def _as_added(y: torch.Tensor | Added) -> Added:
+    return y if isinstance(y, Added) else Added(y)
 
 
 def _options(width: int, overlap: bool) -> dict[str, Any]:
@@ -32,6 +54,15 @@ def _norm(x, weight, bias, columns, C, eps):
     gap = tl.where(columns < C, x - mean, 0.0)
     variance = tl.sum(gap * gap, 0) / C
     return gap * (1.0 / tl.sqrt_rn(variance + eps)) * weight + bias
+
+
+@triton.jit
+def _added(y, gate, at, gate_at, inside, scale, HAS_GATE: tl.constexpr):
+    """What a block adds to a part of a row, see :class:`Added`."""
+    value = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) * scale
+    if HAS_GATE:
+        value = value * tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -69,7 +100,8 @@ def embed_kernel(
 @triton.jit
 def shift_kernel(
     x,  # float32 [N, C], the residual stream
-    y,  # [N, C], what the last block adds to it
+    y,  # [N, C], what the last block adds to it, with
+    gate,  # [N, *]: see Added
     x_out,  # float32 [N, C], the sum; another tensor than x
     norm,  # float32 [2, C]
     mixes,  # float32 [MIXES, C]
@@ -78,11 +110,17 @@ def shift_kernel(
     starts,  # int32 [B + 1]
     slots,  # int32 [B]
     mixed,  # [MIXES, N, C]
+    kept,  # float32 [2, N, C]: the normed rows, and what is to be added to make them the rows before
     last,  # float32 [B, C]: the normed last row of each sequence, for the state
     C,
     mixed_stride,  # elements from one mix to the next
+    gate_stride,  # from a row to the next
+    kept_stride,  # from normed rows to differences
     eps,
+    scale,
     HAS_Y: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    KEEPS: tl.constexpr,
     MIXES: tl.constexpr,
     SPLIT: tl.constexpr,  # a program for each mix, else one for all of a row
     BLOCK: tl.constexpr,
@@ -110,13 +148,14 @@ def shift_kernel(
             gdc_launch_dependents()
         gdc_wait()  # all above was written before the kernel in front began
     at = n.to(tl.int64) * C + columns
+    gate_at = n.to(tl.int64) * gate_stride + columns
     here = tl.load(x + at, mask=inside, other=0.0)
     if HAS_Y:
-        here += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        here += _added(y, gate, at, gate_at, inside, scale, HAS_GATE)
     if not is_first:
         above = tl.load(x + at - C, mask=inside, other=0.0)
         if HAS_Y:
-            above += tl.load(y + at - C, mask=inside, other=0.0).to(tl.float32)
+            above += _added(y, gate, at - C, gate_at - gate_stride, inside, scale, HAS_GATE)
         before = _norm(above, w, b, columns, C, eps)
     normed = _norm(here, w, b, columns, C, eps)
     gap = before - normed
@@ -133,11 +172,29 @@ def shift_kernel(
             tl.store(spot, (normed + gap * mix).to(mixed.dtype.element_ty), mask=inside)
         leads = owner >= -1
     tl.store(x_out + at, here, mask=inside & leads)
+    if KEEPS:
+        tl.store(kept + at, normed, mask=inside & leads)
+        tl.store(kept + kept_stride.to(tl.int64) + at, gap, mask=inside & leads)
     tl.store(last + owner.to(tl.int64) * C + columns, normed, mask=inside & leads & is_last & (owner >= 0))
 
 
 @triton.jit
-def norm_kernel(x, y, rows, norm, out, C, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr):
+def norm_kernel(
+    x,
+    y,
+    gate,
+    rows,
+    norm,
+    out,
+    C,
+    gate_stride,
+    eps,
+    scale,
+    HAS_GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """The wanted rows after the last addition and norm."""
     i = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -148,8 +205,10 @@ def norm_kernel(x, y, rows, norm, out, C, eps, BLOCK: tl.constexpr, OVERLAP: tl.
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
-    at = tl.load(rows + i).to(tl.int64) * C + columns
-    value = tl.load(x + at, mask=inside, other=0.0) + tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows + i).to(tl.int64)
+    at = row * C + columns
+    value = tl.load(x + at, mask=inside, other=0.0)
+    value += _added(y, gate, at, row * gate_stride + columns, inside, scale, HAS_GATE)
     normed = _norm(value, w, b, columns, C, eps)
     tl.store(out + i.to(tl.int64) * C + columns, normed.to(out.dtype.element_ty), mask=inside)
 
@@ -195,7 +254,7 @@ def embed_rows(
 
 def shift_mix(
     x: torch.Tensor,
-    y: torch.Tensor | None,
+    y: torch.Tensor | Added | None,
     x_out: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
@@ -208,14 +267,18 @@ def shift_mix(
     last: torch.Tensor,
     *,
     overlap: bool,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Add, norm, and mix each row with the one before it; shapes as in :func:`shift_kernel`."""
     rows, width = x.shape
+    added = Added(x) if y is None else _as_added(y)
+    gate = x if added.gate is None else added.gate
     count = mixes.shape[0]
     is_split = rows <= 32
     shift_kernel[(rows, count if is_split else 1)](
         x,
-        x if y is None else y,
+        added.y,
+        gate,
         x_out,
         norm,
         mixes,
@@ -224,11 +287,17 @@ def shift_mix(
         starts,
         slots,
         mixed,
+        x_out if kept is None else kept,
         last,
         width,
         mixed.stride(0),
+        gate.stride(0),
+        0 if kept is None else kept.stride(0),
         eps,
+        added.scale,
         HAS_Y=y is not None,
+        HAS_GATE=added.gate is not None,
+        KEEPS=kept is not None,
         MIXES=count,
         SPLIT=is_split,
         **_options(width, overlap),
@@ -237,7 +306,7 @@ def shift_mix(
 
 def norm_rows(
     x: torch.Tensor,
-    y: torch.Tensor,
+    y: torch.Tensor | Added,
     rows: torch.Tensor,
     norm: torch.Tensor,
     eps: float,
@@ -247,7 +316,22 @@ def norm_rows(
 ) -> None:
     """Rows (int32 [W]) of x + y, normed → out [W, C]."""
     width = x.shape[1]
-    norm_kernel[(rows.shape[0],)](x, y, rows, norm, out, width, eps, **_options(width, overlap))
+    added = _as_added(y)
+    gate = x if added.gate is None else added.gate
+    norm_kernel[(rows.shape[0],)](
+        x,
+        added.y,
+        gate,
+        rows,
+        norm,
+        out,
+        width,
+        gate.stride(0),
+        eps,
+        added.scale,
+        HAS_GATE=added.gate is not None,
+        **_options(width, overlap),
+    )
 
 
 def commit_shifts(

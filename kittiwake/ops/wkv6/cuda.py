@@ -138,9 +138,7 @@ class Wkv6:
         rows, width = out.shape
         lows = projected if low is None else low
         given = (projected, lows, vectors, state, slots, out, projected.stride(0), lows.stride(0), width)
-        self._decode(
-            (width // self.head_size, rows, 1), 2 * self.padded, (*given, eps, BEGIN_NEXT), overlap=overlap
-        )
+        self._decode((width // self.head_size, rows, 1), 2 * self.padded, (*given, eps, BEGIN_NEXT), overlap=overlap)
 
     def can_take_low(self, depth: int, rows: int) -> bool:
         """Whether :meth:`decode_low` serves: few rows, a depth its loads can walk, weights that fit shared memory."""

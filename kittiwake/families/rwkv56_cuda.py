@@ -1,0 +1,86 @@
+"""What RWKV-5 and RWKV-6 share on CUDA: states of matrices, and the launches between projections and output product."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.engine.cuda_states import CudaStateTable
+from kittiwake.engine.states import StateSpec
+from kittiwake.families.contract import ModelConfig
+from kittiwake.families.cuda_model import CudaModel
+from kittiwake.families.cuda_rows import Rows
+from kittiwake.families.rwkv_cpu import Change
+from kittiwake.families.rwkv_cuda import GatedCuda, GatedCudaLayer
+from kittiwake.families.rwkv_names import Shapes
+from kittiwake.families.rwkv_time_state import initial_matrix_state
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
+from kittiwake.ops.wkv6.cuda import Kind, kernels
+
+
+class MatrixCudaLayer(GatedCudaLayer):
+    """Weights of one layer; a version adds its projections. ``decay_up`` is the decay's second low-rank product."""
+
+    projections: CudaGroup
+    decay_up: CudaGroup | None = None
+
+    def __init__(
+        self, index: int, model: CudaModel, ffn: int, channel_mixes: tuple[str, str], change: Change | None = None
+    ) -> None:
+        super().__init__(index, model, ffn, channel_mixes, change)
+        self.output = self.group(CudaProduct(f"{self.prefix}time_mix.output.weight", model.width, model.width))
+        self.head_vectors = model.vector(4, model.width)
+        names = ("decay_bias", "bonus", "group_norm.weight", "group_norm.bias")
+        for name, row in zip(names, self.head_vectors, strict=True):
+            self.place(f"time_mix.{name}", row)
+
+
+class MatrixCuda(GatedCuda[MatrixCudaLayer]):
+    """An RWKV-5 or RWKV-6 on one CUDA device."""
+
+    def __init__(self, config: ModelConfig, shapes: Shapes, state_spec: StateSpec, dtype: str, kind: Kind) -> None:
+        super().__init__(config, shapes, state_spec, dtype)
+        self._heads = int(config.extra["heads"])
+        self._group_eps = float(config.extra["group_norm_eps"])
+        self._wkv = kernels(config.width // self._heads, self.element, kind)
+
+    def output(self, layer: MatrixCudaLayer) -> CudaGroup:
+        """See :class:`GatedCuda`."""
+        return layer.output
+
+    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
+        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
+        return initial_matrix_state(source, self.config.layers, self.width, self._heads, transpose=transpose)
+
+    def recur(
+        self,
+        layer: MatrixCudaLayer,
+        projected: torch.Tensor,
+        state: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+    ) -> None:
+        """From the projections of a layer to the input of its output product; state [S, H, K, V] is moved on."""
+        up, count, overlap, eps = layer.decay_up, rows.shape.rows, self.overlap, self._group_eps
+        low: torch.Tensor | None = None
+        if up is not None:
+            product = up.products[0]
+            if rows.shape.is_decode and self._wkv.can_take_low(product.depth, count):
+                given = (projected, up.weight, product.input_column, product.depth, layer.head_vectors, state)
+                self._wkv.decode_low(*given, rows.slots, out, eps=eps, overlap=overlap)
+                return
+            low = self.room("decay_low", count, self.width)
+            up(projected, low, overlap=overlap)
+        if rows.shape.is_decode:
+            self._wkv.decode(projected, low, layer.head_vectors, state, rows.slots, out, eps=eps, overlap=overlap)
+            return
+        made = self.room("made", count, self._wkv.made_values(self._heads), dtype=torch.float32)
+        scanned = self.room("scanned", count, self.width, dtype=torch.float32)
+        given_states = (layer.head_vectors, state, rows.starts, rows.slots)
+        self._wkv.prompt(projected, low, *given_states, made, scanned, out, eps=eps, overlap=overlap)
+
+    def wkv_state(self, states: CudaStateTable, index: int) -> torch.Tensor:
+        """The matrices of a layer, [S, H, K, V]."""
+        state: torch.Tensor = states.part("wkv")[index]
+        return state

@@ -1,0 +1,89 @@
+"""Embedding, norms and token shift on a card against the reference, and the same bits however rows are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kittiwake.ops.packed import LENGTHS, Packed
+from kittiwake.ops.shift_mix import reference
+from kittiwake.ops.shift_mix.cases import CASES, ShiftMixCase
+from tests.device.ledger import LEDGER
+from tests.ops.bits import same_bits
+from tests.ops.pieces import cut_in_two
+
+# Without a device these tests are skipped, but their module is imported: on machines that have no Triton too.
+if torch.cuda.is_available():
+    from kittiwake.ops.shift_mix import triton as row_kernels
+    from tests.ops.cuda_pieces import EPS, shift_mix
+
+pytestmark = pytest.mark.device
+WIDE = tuple(ShiftMixCase(Packed(lengths), 768 + index, 6, index % 2 == 0) for index, lengths in enumerate(LENGTHS))
+cases = pytest.mark.parametrize("case", [*CASES, *WIDE], ids=str)
+
+
+def sent(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
+
+
+@cases
+def test_a_shift_agrees_with_the_reference(case: ShiftMixCase) -> None:
+    inputs, packed = case.make(), case.packed
+    x = inputs["x"] + inputs["y"] if case.adds else inputs["x"]
+    shift = inputs["shift"].copy()
+    expected = reference.shift_mix(
+        x, inputs["weight"], inputs["bias"], EPS, packed.starts, packed.slots, shift, inputs["mix"]
+    )
+    found = shift_mix(inputs, packed.starts, packed.slots, device="cuda")
+    assert same_bits(found["x"], x)
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found["out"], expected, rtol=0, atol=3e-6 * scale)
+    np.testing.assert_allclose(found["shift"], shift, rtol=0, atol=3e-6 * scale)
+    others = np.setdiff1d(np.arange(packed.table_slots), packed.slots)
+    assert same_bits(found["shift"][others], inputs["shift"][others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@cases
+def test_cuts_change_no_bit_of_a_shift(case: ShiftMixCase, dtype: torch.dtype) -> None:
+    """Both layouts are among the launches: one program a mix for few rows, one program a row for many."""
+    inputs = case.make()
+    inputs["y"] = torch.from_numpy(inputs["y"]).to(dtype).float().numpy()
+    expected = shift_mix(inputs, case.packed.starts, case.packed.slots, device="cuda", dtype=dtype)
+    same = True
+    for rows, starts, slots in cut_in_two(case.packed, 1):
+        part = inputs | {"x": inputs["x"][rows], "y": inputs["y"][rows] if case.adds else inputs["y"]}
+        found = shift_mix(part, starts, slots, spare=len(rows) % 40, device="cuda", dtype=dtype, overlap=True)
+        same &= same_bits(found["out"], expected["out"][rows]) and same_bits(found["x"], expected["x"][rows])
+        inputs["shift"] = found["shift"]
+    LEDGER.case("token shift: cuts", same and same_bits(inputs["shift"], expected["shift"]))
+    assert LEDGER.holds("token shift: cuts")
+
+
+@pytest.mark.parametrize("width", [1, 65, 768, 2560])
+def test_embedded_rows_are_gathered_and_normed_or_those_drawn_last(width: int) -> None:
+    rng = np.random.default_rng(width)
+    table = sent(rng.standard_normal((11, width)).astype(np.float32)).half()
+    norm = sent(rng.standard_normal((2, width)).astype(np.float32))
+    meta = [sent(np.array(values, np.int32)) for values in ([10, 0, -1, 3, -1], [0, 1, 2, 3, 4], [4, 1, 3, 2, 0])]
+    drawn = torch.tensor([-7, 9, 9, 5, 9], device="cuda")  # a fault of the sampler stands below 0: no row outside
+    x = torch.full((5, width), torch.nan, device="cuda")
+    row_kernels.embed_rows(*meta, drawn, table, norm, EPS, x, overlap=False)
+    rows = table.float().cpu().numpy()[[10, 0, 5, 3, 0]]
+    expected = reference.layer_norm(rows, norm[0].cpu().numpy(), norm[1].cpu().numpy(), EPS)
+    np.testing.assert_allclose(x.cpu().numpy(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("width", [1, 65, 768, 2560])
+def test_wanted_rows_are_added_up_and_normed(width: int) -> None:
+    case = ShiftMixCase(Packed((65,)), width, 1, True)
+    inputs = case.make()
+    norm = sent(np.stack([inputs["weight"], inputs["bias"]]))
+    out = torch.full((4, width), torch.nan, device="cuda")
+    want = sent(np.array([64, 0, 33, 33], np.int32))
+    row_kernels.norm_rows(sent(inputs["x"]), sent(inputs["y"]), want, norm, EPS, out, overlap=True)
+    rows = (inputs["x"] + inputs["y"])[[64, 0, 33, 33]]
+    expected = reference.layer_norm(rows, inputs["weight"], inputs["bias"], EPS)
+    np.testing.assert_allclose(out.cpu().numpy(), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+    assert torch.equal(out[2], out[3])

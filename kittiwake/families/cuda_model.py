@@ -62,7 +62,7 @@ class CudaModel(ABC):
         """Epsilon of the norm before the head."""
         self.place = torch.device("cuda", torch.cuda.current_device())
         memory = torch.cuda.get_device_properties(self.place).total_memory
-        self.most_rows = min(MOST_ROWS, max(256, int(memory / 2**30 * 128) // 256 * 256))
+        self.most_rows = min(MOST_ROWS, max(DECODE_BUCKETS[-1], int(memory / 2**30 * 128) // 256 * 256))
         self.overlap = torch.cuda.get_device_capability()[0] >= 9
         self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)
         self.norms = {name: self.vector(2, width) for name in ("embedding_norm", "output_norm")}
@@ -183,8 +183,10 @@ class CudaModel(ABC):
     def forward_on_device(self, batch: Batch, states: StateTable) -> torch.Tensor:
         """The same, enqueued: float32 logits [W, vocab] on the device, which the next call may overwrite."""
         with self._lock:
-            states.positions[batch.slots] += np.diff(batch.starts)
             pieces = cut(batch, self.most_rows)
+            if any(len(piece.want) > MOST_WANTED for piece in pieces):  # more than there is room for at once
+                return torch.from_numpy(self.forward(batch, states)).to(self.place)
+            states.positions[batch.slots] += np.diff(batch.starts)
             if len(pieces) == 1:
                 return self._run(pieces[0], states)[: len(pieces[0].want)]
             out = torch.empty((len(batch.want_rows), self.vocab), dtype=torch.float32, device=self.place)

@@ -116,6 +116,17 @@ class CudaKernel:
         _check(driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(kinds)), 0))
 
 
+def shared_memory_limit() -> int:
+    """Most bytes of shared memory that a block may ask for on the current CUDA device."""
+    import torch
+
+    driver = _bindings().driver
+    torch.cuda.current_stream()  # makes sure that the driver is awake
+    device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
+    kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(_check(driver.cuDeviceGetAttribute(kind, device)))
+
+
 def is_available() -> bool:
     """Whether ``cuda-bindings`` can be imported and finds an NVRTC."""
     try:

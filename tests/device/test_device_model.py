@@ -259,6 +259,11 @@ def test_more_sequences_than_the_largest_bucket_some_of_them_wanted() -> None:
     wanted = [index for index, one in enumerate(want) if one]
     for row, index in zip(rows, wanted, strict=True):
         LEDGER.case("many sequences", same_logits(row, expected[index]))
+    for slot in slots:
+        runs.states.clear(slot)
+    pairs = [(slot, list(pair)) for slot, *pair in zip(slots, firsts, seconds, strict=True)]
+    found = model.forward_on_device(Batch.pack(pairs), runs.states).cpu().numpy()  # type: ignore[attr-defined]
+    LEDGER.case("many sequences", all(map(same_logits, found, expected)))
     assert LEDGER.holds("many sequences")
 
 

@@ -44,7 +44,7 @@ def kernels(head_size: int, dtype: torch.dtype, tiling: Tiling | None = None) ->
 
 
 def sent(array: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to("cuda", dtype)
+    return torch.from_numpy(np.array(array)).to("cuda", dtype)
 
 
 def rounded(case: TimeMixCase, dtype: torch.dtype, seed: int = 0) -> Arrays:

@@ -233,6 +233,7 @@ def bare_scan(head_size: int, dtype: torch.dtype) -> scans.Wkv7:
     made = object.__new__(scans.Wkv7)
     made.head_size, made.padded, made._tilings = head_size, scans.padded_head(head_size), scans.TILINGS
     made._source = ("", (), dtype)
+    made._most_low_bytes = scans.MOST_LOW_BYTES
     return made
 
 
@@ -250,6 +251,9 @@ def test_decoding_makes_the_low_rank_products_itself_where_it_can() -> None:
     assert not bare_scan(48, torch.float16).can_take_low(ranks, 1)
     assert not bare_scan(64, torch.float16).can_take_low((64, 64, 128, 12), 1)  # not whole groups of 16 bytes
     assert not bare_scan(64, torch.float16).can_take_low((1024, 1024, 1024, 1024), 1)  # more than fits on chip
+    small_card = bare_scan(64, torch.float16)
+    small_card._most_low_bytes = 99 * 1024 - 32 * 4 * 64
+    assert small_card.can_take_low(ranks, 1) and not small_card.can_take_low((128, 128, 480, 96), 1)
 
 
 def test_scans_are_compiled_with_what_they_are_told() -> None:

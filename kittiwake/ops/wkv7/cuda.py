@@ -12,11 +12,13 @@ from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import CudaKernel
+from kittiwake.ops.nvrtc import CudaKernel, shared_memory_limit
 
 VECTORS_PER_HEAD = 6
 LOW_ROWS = 4
 """Sequences up to which decoding makes the low-rank products itself."""
+MOST_LOW_BYTES = 160 * 1024
+"""Shared memory that their weights may take, where a card has as much."""
 BEGIN_NEXT = 2
 """When decoding lets the next kernel begin: 0 when it has ended, 1 at once, 2 when the states are written."""
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -83,6 +85,7 @@ class Wkv7:
         text, given = source(), defines(head_size, dtype, self._tilings[0][1])
         self._decode = CudaKernel(text, "decode", given)
         self._low: dict[int, CudaKernel] = {}
+        self._most_low_bytes = min(MOST_LOW_BYTES, shared_memory_limit() - 32 * 4 * self.padded)  # and what is static
         self._source = (text, given, dtype)
         self._prepare = CudaKernel(text, "prepare", given)
         self._finish = CudaKernel(text, "finish", given)
@@ -145,7 +148,7 @@ class Wkv7:
             and self._source[2].itemsize == 2
             and self.head_size % 32 == 0
             and all(depth % 8 == 0 for depth in depths)
-            and self._low_bytes(depths) <= 160 * 1024
+            and self._low_bytes(depths) <= self._most_low_bytes
         )
 
     def _low_bytes(self, depths: Sequence[int]) -> int:

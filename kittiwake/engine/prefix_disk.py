@@ -42,6 +42,8 @@ CLOSE_S = 30.0
 
 _LABEL = ("format", "family", "model", "dtype", "build", "origin")
 """What a file is told by, beside its tokens: keys of its metadata."""
+_MOST_DIGITS = 18
+"""Of a position; what is longer is none."""
 
 logger = logging.getLogger(__name__)
 
@@ -422,7 +424,7 @@ def _name_of(content: Mapping[str, str], tokens: np.ndarray, path: Path) -> str:
 def _base(key: str) -> int:
     """How many of the tokens in a file stand before the text that an origin's key is of."""
     digits = key.partition("@")[2]
-    return int(digits) if digits.isdecimal() and digits.isascii() else 0
+    return int(digits) if digits.isdecimal() and digits.isascii() and len(digits) <= _MOST_DIGITS else 0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kittiwake.device import device_memory_for
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import new_states
 from kittiwake.errors import RequestError
@@ -32,8 +33,11 @@ class Runner:
 
         model: DrawableModel = self.model  # type: ignore[assignment]
         assert isinstance(self.states, CudaStateTable)
-        model.capture_decoding(self.states)
-        return DeviceSteps(model, self.states, self.model.config.vocab_size, never)
+        with device_memory_for(
+            f"the graphs and rooms of {self.states.slots} slots", "take fewer slots, or a 16-bit dtype"
+        ):
+            model.capture_decoding(self.states)
+            return DeviceSteps(model, self.states, self.model.config.vocab_size, never)
 
     def run(self, batch: Batch) -> np.ndarray:
         """Float32 logits [W, vocab] of the wanted rows; the states of the batch's slots move on."""

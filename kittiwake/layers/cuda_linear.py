@@ -15,6 +15,7 @@ import torch
 import triton
 
 from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
+from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
 
 DEPTH_PADDING = 16
@@ -40,11 +41,11 @@ ROW_LIMITS = (1, 8, 16, 32, 64, 128, 256, 512, 1 << 30)
 
 @dataclass(frozen=True)
 class Choice:
-    """What can run a group: the narrow kernel, the in-order kernel in tiles, or the library."""
+    """What can run a group: the narrow kernel, float32's own, the in-order kernel in tiles, or the library."""
 
     kind: str
-    """One of narrow, tile and library."""
-    layout: Narrow | Config | None = None
+    """One of narrow, plain, tile and library."""
+    layout: Narrow | Plain | Config | None = None
 
     def __str__(self) -> str:
         """In a few characters."""
@@ -120,6 +121,7 @@ class CudaGroup:
         self._has_rows_of_16_bytes = dtype.itemsize == 2 and all(
             p.input_column % 8 == 0 and p.depth % 8 == 0 for p in products
         )
+        self._has_pieces_of_4 = all(p.input_column % 4 == 0 and p.depth % 4 == 0 for p in products)
         self.picks = default_picks(self.depth, dtype, len(products) > 1)
 
     @property
@@ -154,8 +156,11 @@ class CudaGroup:
         if choice.kind == "narrow":
             assert isinstance(choice.layout, Narrow)
             return self._has_rows_of_16_bytes and choice.layout.bn <= self.align
-        if choice.kind == "library":
-            return out_dtype == self.dtype
+        if choice.kind == "plain":
+            assert isinstance(choice.layout, Plain)
+            return self.dtype == torch.float32 and self._has_pieces_of_4 and choice.layout.bn <= self.align
+        if choice.kind == "library":  # nothing keeps it from splitting a float32 sum
+            return out_dtype == self.dtype != torch.float32
         assert isinstance(choice.layout, Config)
         return choice.layout.bn <= self.align
 
@@ -164,6 +169,9 @@ class CudaGroup:
         if choice.kind == "narrow":
             assert isinstance(choice.layout, Narrow)
             narrow_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)
+        elif choice.kind == "plain":
+            assert isinstance(choice.layout, Plain)
+            float32_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)
         elif choice.kind == "library":
             self.library(x, out)
         else:

@@ -27,11 +27,11 @@ from kittiwake.layers.cuda_linear import (
     Choice,
     CudaGroup,
     Picks,
-    default_picks,
     default_tile,
     exact_products,
 )
 from kittiwake.ops.matmul.cuda import Narrow
+from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
 
 Tell = Callable[[str, int, int], None]
@@ -61,6 +61,13 @@ _TILES = {
     64: ((64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (64, 64, 128, 4, 4), (64, 16, 32, 1, 6), (64, 32, 64, 4, 4)),
     128: ((64, 32, 128, 4, 4), (64, 64, 64, 4, 5), (128, 64, 64, 4, 4), (128, 32, 64, 4, 4), (64, 32, 32, 2, 4)),
 }  # fmt: skip
+_PLAIN = {
+    8: ((8, 8, 2, 1, 128, 4), (8, 8, 2, 1, 256, 3), (8, 16, 2, 1, 128, 3), (8, 32, 2, 1, 64, 4)),
+    16: ((16, 8, 2, 1, 128, 3), (16, 16, 2, 1, 64, 4), (16, 32, 2, 2, 64, 3)),
+    128: ((32, 32, 4, 2, 32, 4), (32, 32, 4, 2, 64, 3), (32, 32, 8, 1, 32, 4), (16, 32, 2, 2, 64, 3), (32, 16, 4, 1, 64, 3),
+          (64, 32, 4, 4, 32, 4), (64, 32, 8, 2, 32, 4)),
+    512: ((32, 32, 4, 2, 32, 4), (64, 32, 4, 4, 32, 4), (64, 32, 8, 2, 32, 4), (64, 64, 8, 4, 32, 3), (128, 64, 8, 8, 32, 3)),
+}  # fmt: skip
 
 
 def pick_products(groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dtype], tell: Tell | None = None) -> None:
@@ -74,9 +81,7 @@ def pick_products(groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dt
     with exact_products():
         for done, (key, same) in enumerate(by_key.items()):
             out_dtype = out_dtypes.get(key, element)
-            if element == torch.float32:
-                picks = default_picks(same[0].depth, element, len(same[0].products) > 1)
-            elif key in known:
+            if key in known:
                 picks = Picks(known[key], "measured on this kind of card")
             else:
                 picks = _tune(same, out_dtype)
@@ -168,6 +173,10 @@ def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor
 
 def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
     yield Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
+    if group.dtype == torch.float32:
+        for plain in _PLAIN[next((limit for limit in _PLAIN if most <= limit), max(_PLAIN))]:
+            yield from _fitting(group, Choice("plain", Plain(*plain)), out_dtype)
+        return
     for narrow in _NARROW.get(most, ()):
         yield from _fitting(group, Choice("narrow", Narrow(*narrow)), out_dtype)
     for tile in _TILES[min(max(most, 16), 128)]:
@@ -213,7 +222,7 @@ def _document(choice: Choice) -> list[Any]:
 
 def _choice(item: Sequence[Any]) -> Choice:
     kind, *layout = item
-    layouts: dict[str, Any] = {"narrow": Narrow, "tile": Config, "library": lambda: None}
+    layouts: dict[str, Any] = {"narrow": Narrow, "plain": Plain, "tile": Config, "library": lambda: None}
     return Choice(kind, layouts[kind](*map(int, layout)))
 
 

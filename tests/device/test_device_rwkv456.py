@@ -131,8 +131,9 @@ def test_states_are_saved_and_come_back_by_way_of_the_host(name: str) -> None:
 
 @every_case
 def test_every_law_holds(name: str) -> None:
-    report = verify(loaded(name, "cuda", "fp16"))
-    LEDGER.case(f"verify, RWKV-{name[0]}", report.is_exact)
+    for law in verify(loaded(name, "cuda", "fp16"), EngineConfig(device="cuda", dtype="fp16")):
+        assert law.cases > 0
+        LEDGER.case(f"verify, RWKV-{name[0]}", law.differing == 0)
     assert LEDGER.holds(f"verify, RWKV-{name[0]}")
 
 
@@ -161,9 +162,9 @@ def test_the_epsilons_of_a_halved_stream_are_those_of_the_cpu(every: int) -> Non
 
 @pytest.mark.parametrize("name", ["4", "5.2, logarithm of the bonus", "6"])
 def test_float16_stays_finite_where_late_blocks_add_more_than_it_holds(name: str) -> None:
-    """Outputs of 100,000 in layers 6 and 7, whose weights are halved for float16, and squares beyond 65,504."""
+    """Outputs of up to 67,000 to 118,000 in layers 6 and 7, whose weights are halved for float16."""
     given = dict(tensors(name))
-    for ending, factor in (("ffn.key.weight", 20), ("ffn.value.weight", 12)):
+    for ending, factor in (("ffn.key.weight", 60), ("ffn.value.weight", 8)):
         for layer in (6, 7):
             given[f"blocks.{layer}.{ending}"] = given[f"blocks.{layer}.{ending}"] * factor
     runs = Runs(load_tensors(given, EngineConfig(device="cuda", dtype="fp16")).model, slots=2)

@@ -16,6 +16,7 @@ from kittiwake.errors import DeviceError
 from kittiwake.layers import cuda_probe
 from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, CudaProduct, Picks
 from kittiwake.ops.matmul.cuda import Narrow
+from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
 
 CPU = torch.device("cpu")
@@ -129,18 +130,29 @@ def test_the_fastest_of_those_that_run_is_picked_and_remembered(monkeypatch: pyt
     assert set(cuda_probe._found(torch.float16)) == {"64x16", "40x16"}
 
 
-def test_float32_takes_the_in_order_kernel_for_all_rows() -> None:
+def test_float32_takes_kernels_that_walk_k_in_order_never_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's switches against splitting a sum are for 16 bits only."""
-    group = FakeGroup()
+    monkeypatch.setattr(cuda_probe, "_time_us", lambda groups, choice, *_: {"plain": 1.0, "tile": 2.0}[choice.kind])
+    monkeypatch.setattr(cuda_probe, "_compile", lambda *_: None)
+    group = FakeGroup({"plain": lambda out: one_bit(out) if len(out) == 31 else None})
     group.dtype = torch.float32
     group.weight = group.weight.float()
     cuda_probe.pick_products([group], {})
-    assert {choice.kind for choice in group.picks.choices} == {"tile"}
-    assert group.picks.reason == "default; bits proved"
+    assert [choice.kind for choice in group.picks.choices] == [*["plain"] * 3, "tile", *["plain"] * 5]
+    assert not group.can_run(LIBRARY, torch.float32)
+
+
+@pytest.mark.parametrize("layouts", cuda_probe._PLAIN.values())
+def test_every_float32_layout_fills_whole_warps_and_fits_a_card(layouts: tuple[tuple[int, ...], ...]) -> None:
+    for layout in (Plain(*sizes) for sizes in layouts):
+        assert layout.bm % layout.tm == layout.bn % layout.tn == 0
+        assert layout.bm // layout.tm % 4 == 0 and layout.bn // layout.tn % 8 == 0
+        assert 32 <= layout.threads <= 256 and layout.shared_bytes <= 99 * 1024
+        assert 64 % layout.bn == 0
 
 
 def test_choices_survive_a_trip_through_json() -> None:
-    for choice in (LIBRARY, NARROW, Choice("tile", Config(32, 16, 128, 2, 5))):
+    for choice in (LIBRARY, NARROW, Choice("plain", Plain()), Choice("tile", Config(32, 16, 128, 2, 5))):
         assert cuda_probe._choice(json.loads(json.dumps(cuda_probe._document(choice)))) == choice
 
 

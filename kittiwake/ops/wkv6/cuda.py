@@ -60,8 +60,8 @@ TILINGS = (
 
 def source() -> str:
     """The CUDA C++ text."""
-    base = files("kittiwake.ops").joinpath("base.cu").read_text(encoding="utf-8")
-    return base + files("kittiwake.ops.wkv6").joinpath("wkv6.cu").read_text(encoding="utf-8")
+    parts = (("kittiwake.ops", "base.cu"), ("kittiwake.ops", "heads.cu"), ("kittiwake.ops.wkv6", "wkv6.cu"))
+    return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for package, name in parts)
 
 
 def padded_head(head_size: int) -> int:

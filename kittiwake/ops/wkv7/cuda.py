@@ -49,7 +49,8 @@ TILINGS = (
 
 def source() -> str:
     """The CUDA C++ text."""
-    return files("kittiwake.ops.wkv7").joinpath("wkv7.cu").read_text(encoding="utf-8")
+    parts = (("kittiwake.ops", "base.cu"), ("kittiwake.ops", "heads.cu"), ("kittiwake.ops.wkv7", "wkv7.cu"))
+    return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for package, name in parts)
 
 
 def padded_head(head_size: int) -> int:

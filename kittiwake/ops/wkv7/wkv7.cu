@@ -7,58 +7,11 @@
 // lanes 4, 2, 1 apart. Which rows share a thread or a block changes nothing. Sums over a head's channels are taken 32
 // channels at a time by a warp, 16, 8, 4, 2, 1 apart, and those sums added in order.
 //
-// D: channels of a head · DP: D rounded up to 32 · DT: 0 float32, 1 float16, 2 bfloat16 (activations) · R: state rows a
+// D: channels of a head · DP: D rounded up to 32 · DT: see base.cu · R: state rows a
 // thread of the scan holds · ROWS: rows of a block of the scan · STEPS, STAGES: tokens staged together, and how often.
 
-typedef unsigned short u16;
-#if DT == 0
-typedef float elem;
-__device__ __forceinline__ float widen(elem x) { return x; }
-__device__ __forceinline__ elem narrow(float x) { return x; }
-#elif DT == 1
-typedef u16 elem;
-__device__ __forceinline__ float widen(elem x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ elem narrow(float x) {  // what float16 cannot hold becomes its largest number, not infinity
-  x = fminf(fmaxf(x, -65504.f), 65504.f);
-  u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
-}
-#else
-typedef u16 elem;
-__device__ __forceinline__ float widen(elem x) { return __uint_as_float((unsigned)x << 16); }
-__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-#endif
-
-#if DT == 1  // as a product is rounded: infinity where float16 cannot hold it
-__device__ __forceinline__ elem round_only(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-#elif DT == 2
-__device__ __forceinline__ elem round_only(float x) { return narrow(x); }
-#endif
-
-#define LANES 8
-#define COLS (DP / LANES)
-#define G (COLS / 4)
-#define CHUNKS (DP / 32)
 enum { P_W, P_K, P_A, P_B, P_R, P_V, P_COUNT };  // the vectors of one token and head, [P_COUNT, DP] float32
 enum { V_W0, V_A0, V_V0, V_KK, V_KA, V_RK, V_NORM_WEIGHT, V_NORM_BIAS };  // rows of a layer's vectors [8, C]
-
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-
-__device__ __forceinline__ float warp_sum(float x) {
-  #pragma unroll
-  for (int apart = 16; apart; apart >>= 1) x += __shfl_xor_sync(~0u, x, apart);
-  return x;
-}
 
 __device__ __forceinline__ float lanes_sum(float x) {
   #pragma unroll
@@ -221,56 +174,6 @@ __device__ __forceinline__ void advance(float (&s)[N][COLS], const Vectors<N>& m
       p0 = fmaf(t[0], r.x, p0); p1 = fmaf(t[1], r.y, p1); p2 = fmaf(t[2], r.z, p2); p3 = fmaf(t[3], r.w, p3);
     }
     y[j] = (p0 + p1) + (p2 + p3);
-  }
-}
-
-// The sum over the lanes of each of N rows, with fewer exchanges: lane l gets that of row l / (LANES / N).
-template <int N>
-__device__ __forceinline__ float scattered_sum(const float (&y)[N]) {
-  const int lane = threadIdx.x % LANES;
-  float x[N];
-  #pragma unroll
-  for (int j = 0; j < N; j++) x[j] = y[j];
-  #pragma unroll
-  for (int apart = LANES / 2, left = N; apart; apart >>= 1) {
-    if (left > 1) {
-      left >>= 1;
-      const bool upper = lane & apart;
-      #pragma unroll
-      for (int j = 0; j < left; j++) {
-        const float kept = upper ? x[j + left] : x[j], sent = upper ? x[j] : x[j + left];
-        x[j] = kept + __shfl_xor_sync(~0u, sent, apart);
-      }
-    } else {
-      x[0] += __shfl_xor_sync(~0u, x[0], apart);
-    }
-  }
-  return x[0];
-}
-
-// Rows row .. row + N - 1 of a head's state [D key channels, D value channels], into or out of registers.
-template <int N, bool STORE>
-__device__ __forceinline__ void move_state(float (&s)[N][COLS], float* state, int row) {
-  const int lane = threadIdx.x % LANES;
-  #pragma unroll
-  for (int c = 0; c < COLS; c++) {
-    const int key = 4 * ((c / 4) * LANES + lane) + c % 4;
-    float* from = state + (size_t)key * D + row;
-    if (N == 4 && D % 4 == 0) {
-      if (STORE) { if (key < D && row < D) *(float4*)from = make_float4(s[0][c], s[1 % N][c], s[2 % N][c], s[3 % N][c]); }
-      else {
-        float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (key < D && row < D) x = *(const float4*)from;
-        s[0][c] = x.x; s[1 % N][c] = x.y; s[2 % N][c] = x.z; s[3 % N][c] = x.w;
-      }
-    } else {
-      #pragma unroll
-      for (int j = 0; j < N; j++) {
-        const bool inside = key < D && row + j < D;
-        if (STORE) { if (inside) from[j] = s[j][c]; }
-        else s[j][c] = inside ? from[j] : 0.f;
-      }
-    }
   }
 }
 

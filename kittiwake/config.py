@@ -50,7 +50,7 @@ class EngineConfig:
     cache_min_tokens: int = 32
     """fewest tokens that a cached state must save over the one before it"""
     cache_disk: str | None = None
-    """folder that keeps cached states for the next start too; needs cache_ram_bytes"""
+    """folder that keeps cached states for the next start too; needs a cache in memory too"""
     cache_disk_bytes: int = 8 << 30
     """most bytes in that folder"""
     max_waiting: int = 0

@@ -37,8 +37,9 @@ def print_error(message: str, hint: str = "") -> None:
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells as aligned columns, the first row the heading; numbers flush right."""
-    cells = [list(row) for row in rows]
+    """Rows of cells as aligned columns, the first row the heading; numbers flush right. What a terminal would obey or
+    break a line at is escaped: cells may hold what a file says or a model has written."""
+    cells = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     body = cells[1:]
     right = [bool(body) and all(_is_number(row[index]) for row in body) for index in range(len(widths))]
@@ -50,6 +51,12 @@ def table(rows: Iterable[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def _printable(cell: str) -> str:
+    if cell.isprintable():
+        return cell
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cell)
 
 
 def _is_number(cell: str) -> bool:

@@ -145,9 +145,16 @@ def _as_api_error(error: ValidationError, value: Mapping[str, Any]) -> ApiError:
     found = [
         (_path(one["loc"], value, is_missing=one["type"] == "missing"), one) for one in error.errors(include_url=False)
     ]
-    # Of a value that may have several forms, each has its own complaint: the one that looked deepest fits best.
+    # Of a value that may have several forms, each has its own complaint: the one that looked deepest fits best, and of
+    # those one about the value rather than about its type.
     path, first = max(
-        found, key=lambda item: (item[1]["type"] == "extra_forbidden", item[0].startswith(found[0][0]), len(item[0]))
+        found,
+        key=lambda item: (
+            item[1]["type"] == "extra_forbidden",
+            item[0].startswith(found[0][0]),
+            len(item[0]),
+            not item[1]["type"].endswith("_type"),
+        ),
     )
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{path} is not a field that is supported here", param=path, code="unsupported_parameter")
@@ -159,7 +166,7 @@ def _as_api_error(error: ValidationError, value: Mapping[str, Any]) -> ApiError:
         return ApiError(400, message, param=path or (word if word in value else None), code="invalid_value")
     shown = repr(first["input"])
     shown = shown if len(shown) <= 80 else shown[:76] + " ..."
-    shape = _SHAPES.get(path.rpartition(".")[2])
+    shape = _SHAPES.get(path.rpartition(".")[2]) if first["type"].endswith("_type") else None
     what = f"{path} {shape}" if shape else f"{path}: {first['msg']}"
     return ApiError(400, f"{what}, got {shown}", param=path or None, code="invalid_value")
 

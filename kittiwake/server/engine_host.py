@@ -20,6 +20,7 @@ from kittiwake.engine.scoring import Given, Scored, Steps, prefill_steps, score_
 from kittiwake.errors import (
     DeadlineError,
     KittiwakeError,
+    OutputError,
     QueueFullError,
     RequestError,
     StateExistsError,
@@ -50,10 +51,17 @@ _CODES = {
     StateMissingError: "state_not_found",
     StateExistsError: "state_exists",
 }
+FAULT = Failure("the engine has failed at this request", "the server's log says more", 500)
+"""What is told of an error that nobody expected."""
+_FIGURES_A_STEP = 4096
+"""Log-probabilities of a prompt that are written down between two steps of the engine: some ten milliseconds."""
 
 
 def failure_of(error: KittiwakeError) -> Failure:
     """An error as it is sent, with the word that programs know it by."""
+    if isinstance(error, OutputError):  # where the server keeps its files is nothing to a client
+        logger.error("a state cannot be written: %s", error)
+        return Failure("the server cannot write the state to its disk", "its log says why", 507, "not_written")
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "")
     return replace(Failure.of(error), code=code, retry_after_s=getattr(error, "retry_after_s", None))
 
@@ -175,6 +183,9 @@ class EngineHost:
             result = end.value
         except KittiwakeError as error:
             return job.caller, wire.Refused(job.caller.call, failure_of(error))
+        except Exception:
+            logger.exception("a verb failed")
+            return job.caller, wire.Refused(job.caller.call, FAULT)
         else:
             self._jobs.append(job)
             return None
@@ -285,12 +296,16 @@ class EngineHost:
         self._log_prompt(verb.submission)
         given = Given(np.asarray(ids, dtype=np.int64), start)
         steps = score_steps(self._llm.loaded.model, [given], top=verb.top)
-        return _Job(caller, steps, lambda scored: self._scores(ids, scored[0]))
+        return _Job(caller, self._scores(ids, steps), lambda scores: scores)
 
-    def _scores(self, ids: tuple[int, ...], scored: Scored) -> PromptScores:
-        missing = len(ids) - len(scored.token_ids)
-        tokens: list[TokenLogprob | None] = [None] * missing
+    def _scores(self, ids: tuple[int, ...], steps: Steps[list[Scored]]) -> Steps[PromptScores]:
+        """Scores as they are told; those of a long prompt take longer to write down than others may be kept waiting."""
+        scored = (yield from steps)[0]
+        tokens: list[TokenLogprob | None] = [None] * (len(ids) - len(scored.token_ids))
+        places = max(1, _FIGURES_A_STEP // (1 + scored.top_ids.shape[1]))
         for place, token in enumerate(scored.token_ids.tolist()):
+            if place % places == 0:
+                yield
             pairs = zip(scored.top_ids[place].tolist(), scored.top_log_probs[place].tolist(), strict=True)
             top = tuple(TokenLogprob(other, value, self._bytes(other)) for other, value in pairs)
             tokens.append(TokenLogprob(token, float(scored.log_probs[place]), self._bytes(token), top))
@@ -347,6 +362,9 @@ def answered(call: int, work: Callable[[], object]) -> wire.Notice:
         return wire.Value(call, wire.encode_value(work()))
     except KittiwakeError as error:
         return wire.Refused(call, failure_of(error))
+    except Exception:
+        logger.exception("a verb failed")
+        return wire.Refused(call, FAULT)
 
 
 def _figures(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -5,10 +5,8 @@ Run as ``python -m kittiwake.server.engine_process`` by the supervisor.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -18,9 +16,10 @@ from kittiwake.engine.stats import StepReport
 from kittiwake.errors import KittiwakeError, RequestError
 from kittiwake.server import messages as wire
 from kittiwake.server.child import EngineJob, Parent
-from kittiwake.server.engine_host import Caller, EngineHost, failure_of
+from kittiwake.server.engine_host import FAULT, Caller, EngineHost, failure_of
 from kittiwake.server.metrics import EngineFigures, batch_width, rows, step_seconds
 from kittiwake.server.transport import EngineSocket
+from kittiwake.server.watchdog import Watchdog
 
 logger = logging.getLogger("kittiwake.engine")
 
@@ -31,30 +30,6 @@ _MAX_BAD_STEPS = 3
 EXIT_BROKEN = 1
 PACKAGED_NAME = "kittiwake-demo"
 """What the packaged model is called."""
-
-
-class Watchdog:
-    """Ends this process, with a traceback on stderr, when nobody says for too long that there is progress.
-
-    Its thread needs nothing of Python, so a step that hangs deep in a library is ended too.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._fed_s = 0.0
-
-    def feed(self) -> None:
-        """There is progress; from here on the time runs again."""
-        now_s = time.monotonic()
-        if self._seconds and now_s - self._fed_s > min(1.0, self._seconds / 4):
-            faulthandler.dump_traceback_later(self._seconds, exit=True)
-            self._fed_s = now_s
-
-    def rest(self) -> None:
-        """There is nothing to do."""
-        if self._fed_s:
-            faulthandler.cancel_dump_traceback_later()
-            self._fed_s = 0.0
 
 
 class EngineLoop:
@@ -131,6 +106,9 @@ class EngineLoop:
             self._host.submit(caller, call.submission)
         except KittiwakeError as error:
             self._post(caller.worker, [wire.Refused(caller.call, failure_of(error))])
+        except Exception:
+            logger.exception("a request could not be taken")
+            self._post(caller.worker, [wire.Refused(caller.call, FAULT)])
         else:
             self._post(caller.worker, [wire.Accepted(caller.call)])
 

@@ -82,10 +82,11 @@ class Gate:
     def _client(self, scope: Scope, headers: Headers) -> str:
         """Whose a request is. Raises ApiError for one that is not let in."""
         peer = scope["client"][0] if scope.get("client") else ""
-        if self._is_private and not is_loopback(_host_of(headers.get("host", ""))):
+        host = headers.get("host")  # HTTP/1.0 needs none; a browser always sends one
+        if self._is_private and host is not None and not is_loopback(_host_of(host)):
             raise ApiError(
                 403,
-                f"this server is asked as {headers.get('host', '')[:80]!r}, which is not its own machine "
+                f"this server is asked as {host[:80]!r}, which is not its own machine "
                 "(call it 127.0.0.1 or localhost, or start it with an API key)",
                 code="wrong_host",
             )

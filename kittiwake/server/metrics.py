@@ -85,7 +85,7 @@ class AnswerMetrics:
 
 # Figures of the engine that go up and down; its others are counts since its start.
 _LEVELS = frozenset(
-    ("waiting", "held", "running", "slots", "free_slots", "entries", "bytes", "budget_bytes", "paused", "queued")
+    ("waiting", "held", "running", "slots", "free_slots", "entries", "bytes", "budget_bytes", "is_paused", "queued")
 )
 
 

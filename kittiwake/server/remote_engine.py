@@ -36,8 +36,10 @@ from kittiwake.server.transport import socket_address
 
 logger = logging.getLogger("kittiwake.server")
 
-STATS_TIMEOUT_S = 30.0
-"""An engine that does not even answer this in that time counts as stuck."""
+LOOK_TIMEOUT_S = 30.0
+"""An engine that does not even tell how it is, or what states there are, in that time counts as stuck."""
+DEADLINE_GRACE_S = 5.0
+"""How much later than the engine a worker gives up a request whose time is over: an engine that hangs says nothing."""
 _METRICS_TIMEOUT_S = 1.0
 _Read = TypeVar("_Read")
 
@@ -113,6 +115,10 @@ class RemoteEngine:
         call = next(self._calls)
         stream = RemoteStream(self, call, submission.params.n, self._max_buffered_bytes, self._metrics)
         self._streams[call] = stream
+        if submission.deadline_s is not None:
+            stream.expiry = asyncio.get_running_loop().call_later(
+                submission.deadline_s + DEADLINE_GRACE_S, self._expire, call, submission.deadline_s
+            )
         try:
             await self._call(call, wire.Submit(submission))
         except BaseException:
@@ -126,18 +132,15 @@ class RemoteEngine:
 
     async def stats(self) -> EngineStats:
         """What the engine is doing now. Raises EngineError (503) where it is stuck."""
-        try:
-            return await asyncio.wait_for(self._ask(wire.Stats(), EngineStats), STATS_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineError(_gone(f"the engine has not answered for {STATS_TIMEOUT_S:g} s")) from None
+        return await self._look(wire.Stats(), EngineStats)
 
     async def list_states(self) -> tuple[NamedState, ...]:
         """All named states."""
-        return await self._ask(wire.ListStates(), tuple[NamedState, ...])
+        return await self._look(wire.ListStates(), tuple[NamedState, ...])
 
     async def get_state(self, name: str) -> NamedState:
         """One of them."""
-        return await self._ask(wire.GetState(name), NamedState)
+        return await self._look(wire.GetState(name), NamedState)
 
     async def make_state(self, name: str, submission: Submission) -> NamedState:
         """Keep the state after a prompt."""
@@ -176,6 +179,13 @@ class RemoteEngine:
         value = await self._call(next(self._calls), verb)
         assert value is not None
         return wire.decode_value(value, kind)
+
+    async def _look(self, verb: wire.Verb, kind: type[_Read]) -> _Read:
+        """What changes nothing and takes no forward. Raises EngineError (503) where the engine is stuck."""
+        try:
+            return await asyncio.wait_for(self._ask(verb, kind), LOOK_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(_gone(f"the engine has not answered for {LOOK_TIMEOUT_S:g} s")) from None
 
     async def _call(self, call: int, body: wire.Call) -> msgspec.Raw | None:
         """Send a call and wait for what answers it. Cancelled, the engine is told."""
@@ -268,17 +278,28 @@ class RemoteEngine:
             self._is_up = False
         for call in list(self._waiting):
             self._settle(call, EngineError(failure))
-        for stream in list(self._streams.values()):
+        for call, stream in list(self._streams.items()):
+            self.drop(call)
             stream.fail(EngineError(failure))
-        self._streams.clear()
 
-    def drop(self, call: int) -> None:
-        """A stream has ended by itself, or nobody reads it any more."""
-        self._streams.pop(call, None)
+    def _expire(self, call: int, deadline_s: float) -> None:
+        """The engine should have ended a request some time ago, and has not."""
+        stream = self._streams[call]
+        error = EngineError(Failure(f"the request had not ended after {deadline_s:g} s", "", 504, "deadline"))
+        self.cancel(call)
+        self._settle(call, error)
+        stream.fail(error)
+
+    def drop(self, call: int) -> bool:
+        """A stream has ended by itself, or nobody reads it any more; whether it was still there."""
+        stream = self._streams.pop(call, None)
+        if stream is not None and stream.expiry is not None:
+            stream.expiry.cancel()
+        return stream is not None
 
     def cancel(self, call: int) -> None:
         """Have the engine end a submission before its next step."""
-        if self._streams.pop(call, None) is not None:
+        if self.drop(call):
             self._send(call, wire.Cancel())
 
 
@@ -289,6 +310,8 @@ class RemoteStream:
         self, engine: RemoteEngine, call: int, samples: int, max_buffered_bytes: int, metrics: AnswerMetrics
     ) -> None:
         self._engine, self._call = engine, call
+        self.expiry: asyncio.TimerHandle | None = None
+        """When it is given up; stopped with it."""
         self._running = samples
         self._max_buffered_bytes = max_buffered_bytes
         self._events: list[AnswerEvent] = []

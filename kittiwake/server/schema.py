@@ -17,7 +17,7 @@ MAX_SEED = 2**63 - 1
 
 StateName = Annotated[str, Field(pattern=STATE_NAME, description="letters, digits, dots, dashes and underscores")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+TokenName = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # one spelling a token, so that none is given twice
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Stop = Annotated[str, Field(min_length=1)]
 

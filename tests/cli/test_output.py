@@ -15,6 +15,11 @@ def test_table_aligns_words_left_and_numbers_right() -> None:
     assert output.table(rows) == "law         cases\nmoved slot      8\nalone         120"
 
 
+def test_a_table_shows_what_a_terminal_would_obey() -> None:
+    rows = [("word", "count"), ("a\x1b[31m\nb", "1"), ("Häuser 🐦", "2")]
+    assert output.table(rows).splitlines()[1:] == ["a\\x1b[31m\\nb      1", "Häuser 🐦          2"]
+
+
 def test_outline_is_one_value_a_line() -> None:
     value = {
         "a": 1,

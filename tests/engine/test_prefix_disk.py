@@ -353,6 +353,14 @@ def test_a_name_that_is_given_to_another_text_is_not_believed(tiers: Tiers) -> N
     assert [tier.load("", tokens) is None for tokens in (text(9), text(9, 1))].count(True) == 1
 
 
+def test_a_file_with_an_absurd_position_does_not_stop_the_start(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Origin, "key", "ab@" + "9" * 5000)
+    monkeypatch.setattr(prefix_disk, "_base", lambda key: 0)
+    put(tiers(), text(5))
+    monkeypatch.undo()
+    assert tiers().find("", text(5)) == (0, 0)
+
+
 def test_other_files_in_the_folder_are_no_business_of_ours(tiers: Tiers) -> None:
     tiers.folder.mkdir()
     (tiers.folder / "notes.txt").write_text("mine")

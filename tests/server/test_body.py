@@ -232,3 +232,21 @@ def test_any_bytes_are_taken_or_refused(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse(raw, ChatRequest)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param", "said"),
+    [
+        ("stop", ["a"] * 65, "stop", "at most 64 items"),
+        ("stop", "", "stop", "at least 1 character"),
+        ("prompt", [5, -1], "prompt[1]", "greater than or equal to 0, got -1"),
+        ("prompt", [2**31], "prompt[0]", "less than 2147483648"),
+        ("logit_bias", {"01": 1, "1": 2}, "logit_bias.01", "got '01'"),
+    ],
+)
+def test_a_value_of_the_right_type_is_told_what_is_wrong_with_it(
+    field: str, value: object, param: str, said: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps({"prompt": "a", field: value}).encode(), CompletionRequest)
+    assert caught.value.param == param and said in caught.value.message

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -481,3 +482,42 @@ def test_bytes_of_a_chunk_are_json_whatever_the_text() -> None:
             assert whole.json()["choices"][0]["message"]["content"] == text
 
     run()
+
+
+LONG_IDS = [65] * 30_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 30_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 30_000}]}]}),
+        (CHAT, {"messages": HI * 300}),
+        ("/v1/completions", {"prompt": LONG_IDS, "echo": True}),
+        ("/tokenize", {"prompt": "a" * 30_000, "return_token_strs": True}),
+        ("/detokenize", {"tokens": LONG_IDS}),
+    ],
+)
+@in_loop
+async def test_a_long_text_holds_up_no_other_stream(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StubEngine(reply=[65])  # ids: it encodes no text itself
+    threads = []
+
+    def watch(name: str) -> None:
+        kind = type(engine.tokenizer)
+        work = getattr(kind, name)
+
+        def watched(*args: Any, **more: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*args, **more)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    async with asking(engine) as client:
+        await client.get("/v1/models")
+        for name in ("encode", "decode"):
+            watch(name)
+        assert (await client.post(path, json=body)).status_code == 200
+    assert threads and threading.get_ident() not in threads

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from kittiwake.config import ServerConfig
+from kittiwake.server.app import create_app
 from kittiwake.server.gate import is_loopback
 from tests.server.ask import HI, KEY, asking, error_of, in_loop
 from tests.server.stub_engine import StubEngine
@@ -193,3 +195,19 @@ async def test_health_and_readiness() -> None:
         engine.is_alive = False
         gone = await client.get("/health")
         assert gone.status_code == 503 and error_of(gone)["code"] == "engine_gone"
+
+
+@in_loop
+async def test_a_probe_that_speaks_http_1_0_needs_no_host() -> None:
+    sent = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "http_version": "1.0", "method": "GET", "path": "/health", "raw_path": b"/health"}
+    scope |= {"query_string": b"", "headers": [], "client": ("127.0.0.1", 1), "root_path": ""}
+    await create_app(StubEngine(), ServerConfig())(scope, receive, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 200

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from kittiwake.engine.prefix import CacheStats, DiskStats
+from kittiwake.engine.stats import EngineStats
 from kittiwake.server.engine_client import AnswerEnd
-from kittiwake.server.metrics import AnswerMetrics, EngineFigures, render_metrics
+from kittiwake.server.metrics import _LEVELS, AnswerMetrics, EngineFigures, render_metrics
 
 
 def _figures(text: str) -> dict[str, float]:
@@ -39,6 +41,12 @@ def test_engine_figures_are_levels_and_counts() -> None:
     assert found["kittiwake_test_drawn_total"] == 130
     assert found["kittiwake_test_test_cache_entries"] == 1
     assert found['kittiwake_test_test_cache_hits_total{kind="memory"}'] == 4
+
+
+def test_every_yes_or_no_of_the_engine_can_go_back() -> None:
+    all_of_them = [one for kind in (EngineStats, CacheStats, DiskStats) for one in fields(kind)]
+    flags = {one.name for one in all_of_them if one.type == "bool"}
+    assert "is_paused" in flags <= _LEVELS
 
 
 def test_an_engine_that_began_anew_goes_on_counting() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,15 @@ import numpy as np
 import pytest
 import zmq
 
+from kittiwake.engine import named_states
+from kittiwake.engine.batch import Batch
 from kittiwake.engine.request import SamplingParams
+from kittiwake.engine.scoring import Given, score_steps
+from kittiwake.errors import OutputError
 from kittiwake.server import messages as wire
+from kittiwake.server import remote_engine
 from kittiwake.server.engine_client import AnswerEnd, AnswerEvent, EngineError, Submission
+from kittiwake.server.engine_host import Caller
 from kittiwake.server.remote_engine import RemoteEngine, RemoteStream
 from kittiwake.server.transport import private_folder, socket_address
 
@@ -367,5 +374,100 @@ def test_a_step_that_fails_ends_its_requests_and_the_rest_goes_on(engine: Runnin
             end = events[-1].end
             assert isinstance(end, AnswerEnd) and end.reason == "error" and end.failure is not None
             assert len(await _all(await client.submit(_ask("x")))) >= 8
+
+    run(work())
+
+
+def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
+    engine: RunningEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("deep inside")
+
+    async def refused(call: Awaitable[object]) -> None:
+        with pytest.raises(EngineError) as caught:
+            await asyncio.wait_for(call, 10)
+        assert caught.value.http_status == 500 and "inside" not in str(caught.value)
+
+    async def work() -> None:
+        async with client_of(folder) as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.llm.loaded.model, "forward", fail)
+                await refused(client.score(_ask("score me"), 0))
+                await refused(client.make_state("s", _ask("keep me")))
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.llm, "load_initial_state", fail)
+                (folder / "upload").write_bytes(b"x" * 100)
+                await refused(client.import_state("s", folder / "upload"))
+                patch.setattr(engine.llm.engine, "add_samples", fail)
+                await refused(client.submit(_ask("x")))
+            assert len(await _all(await client.submit(_ask("x")))) >= 8
+
+    run(work())
+    assert engine.is_idle
+
+
+def test_a_state_that_finds_no_room_on_the_disk_does_not_tell_where_the_server_keeps_them(
+    engine: RunningEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OutputError(f"{path} cannot be written: the disk is full")
+
+    async def work() -> None:
+        async with client_of(folder) as client:
+            monkeypatch.setattr(engine.host._states, "_folder", folder)
+            monkeypatch.setattr(named_states, "save_state", full)
+            with pytest.raises(EngineError) as caught:
+                await client.make_state("s", _ask("keep me"))
+            assert caught.value.http_status == 507 and str(folder) not in str(caught.value)
+            events = await _all(await client.submit(_ask("x", keep_as="s")))
+            assert events[-1].end is not None and events[-1].end.failure == caught.value.failure
+            assert await client.list_states() == ()
+
+    run(work())
+
+
+def test_the_scores_of_a_long_prompt_are_written_down_bit_by_bit(engine: RunningEngine) -> None:
+    host, text = engine.host, "x" * 600
+    verb = wire.Score(_ask(text), 15)
+    job = host._scoring(Caller(b"w", 1), verb)
+    forwards = len(list(score_steps(engine.llm.loaded.model, [Given(np.frombuffer(text.encode(), np.uint8))], top=15)))
+    assert len(list(job.steps)) == forwards + 3
+
+
+def test_a_request_has_its_deadline_even_where_the_engine_hangs(
+    engine: RunningEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "DEADLINE_GRACE_S", 0.2)
+    monkeypatch.setattr(remote_engine, "LOOK_TIMEOUT_S", 0.2)
+    runner, goes_on = engine.llm.engine.runner, threading.Event()
+    works = runner.run
+
+    def hang(batch: Batch) -> np.ndarray:
+        goes_on.wait(20)
+        return works(batch)
+
+    async def given_up(client: RemoteEngine) -> None:
+        with pytest.raises(EngineError) as caught:
+            await asyncio.wait_for(_answer(client), 10)
+        assert (caught.value.http_status, caught.value.failure.code) == (504, "deadline")
+
+    async def _answer(client: RemoteEngine) -> None:
+        await _all(await client.submit(_ask("x", LONG, deadline_s=0.1)))
+
+    async def work() -> None:
+        async with client_of(folder) as client:
+            runner.run = hang  # type: ignore[method-assign, assignment]
+            await given_up(client)  # taken, and then nothing
+            await given_up(client)  # not even taken
+            with pytest.raises(EngineError) as caught:
+                await asyncio.wait_for(client.get_state("s"), 10)
+            assert caught.value.http_status == 503 and "has not answered" in str(caught.value)
+            goes_on.set()
+            runner.run = works  # type: ignore[method-assign]
+            await until(lambda: engine.is_idle)
+            assert len(await _all(await client.submit(_ask("x", deadline_s=100.0)))) >= 8
+            await asyncio.sleep(0)
+            assert not client._streams and not client._waiting
 
     run(work())

@@ -7,7 +7,7 @@ import pytest
 
 CODE = """
 import time
-from kittiwake.server.engine_process import Watchdog
+from kittiwake.server.watchdog import Watchdog
 dog = Watchdog(0.4)
 for _ in range(8):
     dog.feed()

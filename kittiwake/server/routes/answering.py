@@ -18,7 +18,7 @@ from kittiwake.server.writers import Wishes, Writer
 
 MAX_WHOLE_LOGPROBS = 1 << 22
 """Log-probabilities of an answer that is collected before it is sent."""
-MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 18
 """And of the prompts of one request."""
 
 

@@ -21,6 +21,9 @@ from kittiwake.server.service import Served, Service, beside
 from kittiwake.server.writers import ChatWriter
 from kittiwake.text.chat import ChatTemplate
 
+_SHORTEST_CHARS = 100
+"""What a message without text costs, counted in characters."""
+
 
 def chat_router(service: Service) -> APIRouter:
     """The endpoint over a service."""
@@ -52,8 +55,13 @@ def chat_router(service: Service) -> APIRouter:
 
 
 def text_size(messages: list[ChatMessage]) -> int:
-    """Characters of messages, roughly."""
-    return sum(len(m.content) if isinstance(m.content, str) else 1000 * len(m.content or ()) for m in messages)
+    """Characters of messages, roughly: a message costs some however short it is."""
+    return sum(_SHORTEST_CHARS + len(text) for message in messages for text in _texts(message))
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    content = message.content or ""
+    return [content] if isinstance(content, str) else [part.text for part in content]
 
 
 def _prepare(served: Served, asked: ChatRequest, follows: bool) -> tuple[ChatTemplate, Conversation]:

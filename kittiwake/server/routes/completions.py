@@ -47,7 +47,7 @@ def completions_router(service: Service) -> APIRouter:
         submissions = [service.submission(request, asked, one, params) for one in ids]
         scores, echoed = None, None
         if asked.echo:
-            echoed = [_text_of(served, prompt) for prompt in prompts]
+            echoed = await beside(size, "prompt", lambda: [_text_of(served, prompt) for prompt in prompts])
             check_echo(service, sum(map(len, echoed)), sum(map(len, ids)), params)
             if params.logprobs:
                 try:

@@ -34,7 +34,7 @@ def tokenize_router(service: Service) -> APIRouter:
         ids = await beside(size, "messages" if asked.messages else "prompt", lambda: _ids(served, asked))
         content: dict[str, object] = {"count": len(ids), "tokens": ids}
         if asked.return_token_strs:
-            content["token_strs"] = [spelled(served.tokenizer.token_bytes(token)) for token in ids]
+            content["token_strs"] = await beside(size, "prompt", lambda: _spell(served, ids))
         return JsonResponse(content)
 
     @router.post(
@@ -46,11 +46,19 @@ def tokenize_router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         asked = await read_json(request, DetokenizeRequest, service.config.max_body_bytes)
         served = service.model(asked.model)
-        check_ids(served, asked.tokens, "tokens")
-        text = decode(served, asked.tokens)
+        text = await beside(len(asked.tokens), "tokens", lambda: _decode(served, asked.tokens))
         return JsonResponse({"prompt": text, "content": text})
 
     return router
+
+
+def _spell(served: Served, ids: list[int]) -> list[str]:
+    return [spelled(served.tokenizer.token_bytes(token)) for token in ids]
+
+
+def _decode(served: Served, ids: list[int]) -> str:
+    check_ids(served, ids, "tokens")
+    return decode(served, ids)
 
 
 def _ids(served: Served, asked: TokenizeRequest) -> list[int]:

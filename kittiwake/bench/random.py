@@ -11,12 +11,13 @@ from typing import Self
 
 import torch
 
+from kittiwake.bench.qwen4exp_shapes import QWEN4EXP_SHAPES, one_table, qwen4exp_config, random_qwen4exp
 from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, random_rwkv4
 from kittiwake.bench.rwkv56_shapes import RWKV5_SHAPES, RWKV6_SHAPES, random_rwkv5, random_rwkv6
 from kittiwake.bench.shapes import SHAPES, Recipe, Rwkv7Shape, rwkv7_recipes
-from kittiwake.checkpoints.reader import TensorInfo
+from kittiwake.checkpoints.reader import FilePlace, TensorInfo
 from kittiwake.config import EngineConfig
-from kittiwake.errors import UsageError
+from kittiwake.errors import CheckpointError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.families.registry import family_named
 from kittiwake.load import Loaded, choose_device, load_source, load_tensors
@@ -71,6 +72,10 @@ class RandomSource:
         """The tensor, drawn now."""
         return self.weights[name]
 
+    def place(self, name: str) -> FilePlace:
+        """Raises CheckpointError: they lie in no file."""
+        raise CheckpointError(f"{name} of {self.path} is drawn when it is read")
+
     def digest(self, progress: Progress | None = None) -> str:
         """sha-256 (hex) of what the values follow from: shape, seed, and whether a card drew them."""
         weights = self.weights
@@ -90,7 +95,9 @@ class RandomSource:
 def shape_named(name: str) -> Rwkv7Shape:
     """The published shape of a name. Raises UsageError for one that is not known."""
     if name not in SHAPES:
-        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join([*SHAPES, *MAKERS])}")
+        raise UsageError(
+            f"there is no shape {name!r}", f"known shapes: {', '.join([*SHAPES, *MAKERS, *QWEN4EXP_SHAPES])}"
+        )
     return SHAPES[name]
 
 
@@ -102,6 +109,10 @@ def random_weights(shape: str, config: EngineConfig, seed: int = 0) -> RandomWei
 
 def load_random(shape: str, config: EngineConfig, progress: Progress | None = None, seed: int = 0) -> Loaded:
     """Random weights of a shape, kept as ``config.dtype`` says ("auto": bf16, as published ones are)."""
+    if shape in QWEN4EXP_SHAPES:
+        sizes = QWEN4EXP_SHAPES[shape]
+        tensors, settings = one_table(sizes, random_qwen4exp(sizes, seed, STORED)), qwen4exp_config(sizes)
+        return load_tensors(tensors, config, progress=progress, name=f"random {shape}", settings=settings)
     if shape in MAKERS:
         return load_tensors(MAKERS[shape](seed, STORED), config, progress=progress, name=f"random {shape}")
     return load_source(RandomSource(random_weights(shape, config, seed), f"random {shape}"), config, progress=progress)

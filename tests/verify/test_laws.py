@@ -164,7 +164,7 @@ def test_a_state_that_depends_on_the_chunk_is_found() -> None:
 def test_a_product_summed_in_other_blocks_for_wide_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(k_block: int) -> Loaded:
         monkeypatch.setattr(
-            "kittiwake.families.rwkv7.pick_products",
+            "kittiwake.families.rwkv_cpu.pick_products",
             lambda shapes, threads, progress=None: {shape: Pick(k_block, 0) for shape in shapes},
         )
         return load_tensors(tiny_tensors(), CONFIG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def build_bundle(
             family=family.name,
             model=manifest_model(config),
             precision=precision,
-            tensors=family.canonical(source, config),
+            tensors=chain(family.canonical(source, config), family.table_parts(source, config)),
             tokenizer=(text.kind, text.files()),
             source=SourceRecord.of(source, progress),
             builder=__version__,
@@ -108,8 +109,8 @@ def _goldens(
     """Greedy answers of the weights just written."""
     threads = resolve_threads(0)
     dtype = "bf16" if precision == "bf16" else "fp32"
-    tensors = family.canonical(written, config)
-    model = family.build(config, tensors, device="cpu", dtype=dtype, threads=threads, progress=progress)
+    tensors, tables = family.canonical(written, config), family.open_tables(written, config)
+    model = family.build(config, tensors, device="cpu", dtype=dtype, threads=threads, tables=tables, progress=progress)
     loaded = Loaded(written.path, "bundle", model, tokenizer, dtype, threads, 0.0, None, None)
     llm = LLM.from_loaded(loaded, EngineConfig(slots=8))
     params = SamplingParams(max_tokens=GOLDEN_TOKENS, temperature=0.0, ignore_eos=True)

@@ -12,17 +12,25 @@ DEVICES = ("auto", "cpu", "cuda")
 LOG_FORMATS = ("text", "json")
 MAX_ROWS = 2**31 - 1
 MAX_BYTES = 1 << 50
-_MOST = {"threads": 512, "slots": 1 << 20, "cache_ram_bytes": MAX_BYTES, "cache_disk_bytes": MAX_BYTES}
+_MOST = {
+    "threads": 512,
+    "slots": 1 << 20,
+    "cache_ram_bytes": MAX_BYTES,
+    "cache_disk_bytes": MAX_BYTES,
+    "growing_bytes": MAX_BYTES,
+}
 _LEAST = {
     "threads": 0,
     "slots": 1,
     "prefill_chunk": 0,
     "max_rows": 1,
+    "max_chunk": 1,
     "cache_ram_bytes": -1,
     "cache_min_tokens": 1,
     "cache_disk_bytes": 1,
     "max_waiting": 0,
     "max_waiting_per_client": 0,
+    "growing_bytes": -1,
 }
 
 
@@ -42,7 +50,9 @@ class EngineConfig:
     prefill_chunk: int = 0
     """most prompt tokens in a step while others decode; 0 sets no limit"""
     max_rows: int = 2048
-    """most rows in one step, decode rows and prompt tokens together; bounds the workspace"""
+    """most rows in one step that several requests share, decode rows and prompt tokens together"""
+    max_chunk: int = 4096
+    """most tokens of a prompt that is alone in a step (on a card no more than max_rows); with max_rows, bounds the workspace"""
     group_norm_eps: float | None = None
     """epsilon of the group norm, instead of the model's own"""
     cache_ram_bytes: int = 0
@@ -57,6 +67,8 @@ class EngineConfig:
     """most requests that wait for a slot; 0 sets no limit"""
     max_waiting_per_client: int = 0
     """most requests of one client that wait for a slot; 0 sets no limit"""
+    growing_bytes: int = -1
+    """memory for states that grow with the length of a text (keys and values); -1 takes half of what is free"""
     rescale_every: int | None = None
     """RWKV-4: norms as in a stream halved every so many layers, as transformers computes; 0 is exact, the default"""
 

@@ -84,6 +84,12 @@ class StateError(KittiwakeError):
     http_status = 409
 
 
+class PagesError(StateError):
+    """What grows with a sequence's length has no room left in its budget."""
+
+    http_status = 507
+
+
 class StateFileError(StateError, InputFileError):
     """A file of a saved state that is damaged, of a newer format, or of another model than the one at hand."""
 

@@ -19,7 +19,7 @@ from kittiwake.engine.prefix import PrefixCache, ram_budget
 from kittiwake.engine.prefix_disk import DiskTier
 from kittiwake.engine.request import Completion, Delta, KeptState, SamplingParams, Timings
 from kittiwake.engine.scoring import Given, Rows, Scored, prefill, run_rows, score, score_stream
-from kittiwake.engine.states import SavedState
+from kittiwake.engine.states import SavedState, growing_budget
 from kittiwake.engine.stats import QueueLimits
 from kittiwake.errors import CheckpointError, ModelError, RequestError, StateFileError, UsageError
 from kittiwake.families.contract import Progress
@@ -79,14 +79,19 @@ class LLM:
             slots=self.config.slots,
             prefill_chunk=self.config.prefill_chunk,
             max_rows=self.config.max_rows,
+            max_chunk=self.config.max_chunk,
             cache=self._make_cache(loaded),
             limits=QueueLimits(self.config.max_waiting, self.config.max_waiting_per_client),
+            growing_bytes=self.config.growing_bytes,
         )
 
     def _make_cache(self, loaded: Loaded) -> PrefixCache | None:
         """The prefix cache as configured. Raises OutputError for a folder that cannot be used."""
         config = self.config
-        budget = ram_budget(config.cache_ram_bytes)
+        model = loaded.model
+        on_host = model.device == "cpu"
+        growing = growing_budget(model.state_spec, config.slots, config.growing_bytes) if on_host else 0
+        budget = ram_budget(config.cache_ram_bytes, growing)
         if budget == 0:
             return None
         disk = None

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from kittiwake.checkpoints.bundle import Bundle, Golden, read_bundle
 from kittiwake.checkpoints.files import quoted
 from kittiwake.checkpoints.manifest import MANIFEST_NAME
-from kittiwake.checkpoints.reader import TensorInfo, TensorSource, open_checkpoint
+from kittiwake.checkpoints.reader import FilePlace, TensorInfo, TensorSource, open_checkpoint
 from kittiwake.config import EngineConfig
 from kittiwake.device import device_memory_for, resolve_threads, why_no_cuda
-from kittiwake.errors import BundleError, DeviceError, ModelError, TokenizerError, UsageError
+from kittiwake.errors import BundleError, CheckpointError, DeviceError, ModelError, TokenizerError, UsageError
 from kittiwake.families.contract import Family, Model, ModelConfig, Progress
 from kittiwake.families.registry import family_named, recognise
 from kittiwake.text.table import TOKENIZER_FILE
@@ -88,7 +88,7 @@ def load_model(
         sizes = family.read_config(source).with_constants(config.group_norm_eps, config.rescale_every)
         text = with_ends(find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer, sizes.end_ids)
         device = choose_device(config.device, family)
-        dtype = _dtype(config.dtype, source, device)
+        dtype = _dtype(config.dtype, family, sizes, source, device)
         built = _build(family, sizes, source, device, dtype, threads, progress)
     finally:
         source.close()
@@ -105,11 +105,13 @@ def _build(
     threads: int,
     progress: Progress | None,
 ) -> Model:
-    tensors = family.canonical(source, sizes)
+    tensors, tables = family.canonical(source, sizes), family.open_tables(source, sizes)
     with device_memory_for(
         f"{source.path} kept as {dtype}", "free its memory, keep the weights in 16 bits, or take device cpu"
     ):
-        return family.build(sizes, tensors, device=device, dtype=dtype, threads=threads, progress=progress)
+        return family.build(
+            sizes, tensors, device=device, dtype=dtype, threads=threads, tables=tables, progress=progress
+        )
 
 
 def _load_bundle(
@@ -128,7 +130,7 @@ def _load_bundle(
         check_fits(text, sizes.vocab_size)
         text = with_ends(text, sizes.end_ids)
         device = choose_device(config.device, family)
-        dtype = _dtype(config.dtype, bundle.source, device)
+        dtype = _dtype(config.dtype, family, sizes, bundle.source, device)
         built = _build(family, sizes, bundle.source, device, dtype, threads, progress)
     finally:
         bundle.source.close()
@@ -244,7 +246,7 @@ def choose_device(wanted: str, family: Family) -> str:
     return "cpu"
 
 
-def _dtype(wanted: str, source: TensorSource, device: str) -> str:
+def _dtype(wanted: str, family: Family, sizes: ModelConfig, source: TensorSource, device: str) -> str:
     """How to keep the weights: as asked; "auto" keeps what is stored in 16 bits where that rounds nothing, else float32.
 
     GGUF files keep small matrices of a bfloat16 model as float32: those are looked at, value by value. On the CPU there
@@ -256,7 +258,9 @@ def _dtype(wanted: str, source: TensorSource, device: str) -> str:
         return wanted
     if device == "cuda" and _mostly(source, torch.float16):
         return "fp16"
-    matrices = [info for info in source.infos() if len([size for size in info.shape if size > 1]) > 1]
+    tables = family.table_names(source, sizes)
+    found = [info for info in source.infos() if info.name not in tables]
+    matrices = [info for info in found if len([size for size in info.shape if size > 1]) > 1]
     halves = sum(info.nbytes for info in matrices if info.dtype == torch.bfloat16)
     others = [info for info in matrices if info.dtype != torch.bfloat16]
     if sum(info.nbytes for info in others) >= halves or any(info.dtype != torch.float32 for info in others):
@@ -278,10 +282,12 @@ class TensorDict:
     """Tensors in memory as a source, for random weights and tests."""
 
     format = "memory"
-    config: Mapping[str, object] | None = None
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], name: str = "memory") -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], name: str = "memory", config: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = Path(name)
+        self.config = config
         self._tensors = tensors
 
     def infos(self) -> list[TensorInfo]:
@@ -291,6 +297,10 @@ class TensorDict:
     def read(self, name: str) -> torch.Tensor:
         """The tensor itself."""
         return self._tensors[name]
+
+    def place(self, name: str) -> FilePlace:
+        """Raises CheckpointError: they lie in no file."""
+        raise CheckpointError(f"{name} of {self.path} lies in memory, not in a file")
 
     def digest(self, progress: Progress | None = None) -> str:
         """sha-256 (hex) over names, types, shapes and values, in the order of the mapping."""
@@ -317,9 +327,10 @@ def load_tensors(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
     name: str = "memory",
+    settings: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """A model from tensors in memory, under the names of a checkpoint."""
-    return load_source(TensorDict(tensors, name), config, tokenizer=tokenizer, progress=progress)
+    """A model from tensors in memory, under the names of a checkpoint; ``settings`` are its config.json."""
+    return load_source(TensorDict(tensors, name, settings), config, tokenizer=tokenizer, progress=progress)
 
 
 def load_source(
@@ -337,7 +348,7 @@ def load_source(
     text = default_tokenizer(sizes.vocab_size) if tokenizer is None else tokenizer
     check_fits(text, sizes.vocab_size)
     device = choose_device(config.device, family)
-    dtype = _dtype(config.dtype, source, device)
+    dtype = _dtype(config.dtype, family, sizes, source, device)
     built = _build(family, sizes, source, device, dtype, threads, progress)
     load_ms = (time.perf_counter() - start) * 1e3
     digest = source.digest()  # now: the tensors may be gone later

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoints": {"errors", "device"},
     "text": {"errors", "device"},
     "engine": MATHS | {"text"} | CONTRACT | STATE_FILES,
-    "families": MATHS | {"checkpoints.reader"} | CONTRACT,
+    "families": MATHS | {"checkpoints.reader", "checkpoints.row_table"} | CONTRACT,
     "load": CORE,
     "chat": CORE,
     "receipt": CORE | {"load"},

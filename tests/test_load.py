@@ -18,6 +18,7 @@ from kittiwake.bench.shapes import random_rwkv7, small
 from kittiwake.build import build_bundle
 from kittiwake.config import EngineConfig
 from kittiwake.errors import BundleError, CheckpointError, DeviceError, ModelError, TokenizerError, UsageError
+from kittiwake.families.rwkv7 import Rwkv7Family
 from kittiwake.load import Loaded, TensorDict, load_model, load_tensors, packaged_model
 from kittiwake.text.bpe import HFTokenizer
 from kittiwake.text.world import WorldTokenizer
@@ -308,10 +309,12 @@ def test_float16_on_the_cpu_is_refused(folder: Path) -> None:
 
 
 def test_weights_stored_as_float16_stay_so_on_a_card_and_are_widened_on_the_cpu() -> None:
-    source = TensorDict(tiny_tensors(torch.float16))
-    assert load._dtype("auto", source, "cuda") == "fp16"
-    assert load._dtype("auto", source, "cpu") == "fp32"
-    assert load._dtype("auto", TensorDict(tiny_tensors()), "cuda") == "bf16"
+    source, other = TensorDict(tiny_tensors(torch.float16)), TensorDict(tiny_tensors())
+    family = Rwkv7Family()
+    sizes = family.read_config(source)
+    assert load._dtype("auto", family, sizes, source, "cuda") == "fp16"
+    assert load._dtype("auto", family, sizes, source, "cpu") == "fp32"
+    assert load._dtype("auto", family, sizes, other, "cuda") == "bf16"
 
 
 def test_a_model_that_a_card_has_no_room_for_is_refused_with_its_name(

@@ -43,7 +43,7 @@ class Draw:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu") -> None:
         self._seed = seed
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
 
     def _stream(self, name: str) -> np.random.PCG64:
@@ -52,7 +52,7 @@ class Draw:
     def uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> Recipe:
         """Values spread evenly within (low, high), drawn as float32 and rounded once."""
         fill = self._fill_here if self._device == "cpu" else self._fill_on_card
-        return Recipe(shape, self._dtype, lambda: fill(name, shape, low, high))
+        return Recipe(shape, self.dtype, lambda: fill(name, shape, low, high))
 
     def _fill_here(self, name: str, shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
         """Values at 65536 even levels.
@@ -60,7 +60,7 @@ class Draw:
         Four levels come from each raw word: several times faster than drawing floats, and NumPy keeps raw streams
         stable. Filled block by block, so that no second copy of a large tensor exists.
         """
-        tensor = torch.empty(shape, dtype=self._dtype)
+        tensor = torch.empty(shape, dtype=self.dtype)
         flat, stream = tensor.view(-1), self._stream(name)
         step = (high - low) / 65536
         for start in range(0, flat.numel(), _BLOCK_ELEMENTS):
@@ -74,7 +74,7 @@ class Draw:
         generator = torch.Generator(self._device)
         generator.manual_seed(int(self._stream(name).random_raw()) >> 1)
         values = torch.rand(shape, generator=generator, device=self._device, dtype=torch.float32)
-        return values.mul_(high - low).add_(low).to(self._dtype)
+        return values.mul_(high - low).add_(low).to(self.dtype)
 
     def dense(self, name: str, shape: tuple[int, int], gain: float, fan_in: int) -> Recipe:
         """A matrix that turns inputs of unit variance into outputs of standard deviation `gain`."""
@@ -91,9 +91,9 @@ class Draw:
         """The same, rounded once, where the others are drawn."""
 
         def make() -> torch.Tensor:
-            return self.spread(name, count, low, high).to(self._device, self._dtype)
+            return self.spread(name, count, low, high).to(self._device, self.dtype)
 
-        return Recipe((count,), self._dtype, make)
+        return Recipe((count,), self.dtype, make)
 
 
 def draw_norm(draw: Draw, name: str, c: int) -> dict[str, Recipe]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from kittiwake.bench.draw import Recipe
+from kittiwake.bench.qwen4exp_shapes import QWEN4EXP_SHAPES, one_table, qwen4exp_config, random_qwen4exp
 from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, Rwkv4Shape, rwkv4_recipes
 from kittiwake.bench.rwkv56_shapes import (
     RWKV5_SHAPES,
@@ -21,12 +22,12 @@ from kittiwake.bench.rwkv56_shapes import (
     rwkv6_recipes,
 )
 from kittiwake.bench.shapes import SHAPES, Rwkv7Shape, rwkv7_recipes
-from kittiwake.checkpoints.reader import TensorInfo
+from kittiwake.checkpoints.reader import FilePlace, TensorInfo
 from kittiwake.config import EngineConfig
-from kittiwake.errors import UsageError
+from kittiwake.errors import CheckpointError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.families.registry import family_named
-from kittiwake.load import Loaded, choose_device, load_source
+from kittiwake.load import Loaded, choose_device, load_source, load_tensors
 
 STORED = torch.bfloat16
 """How random weights are stored, as published ones are: float16 and float32 hold the same values."""
@@ -91,6 +92,10 @@ class RandomSource:
         """The tensor, drawn now."""
         return self.weights[name]
 
+    def place(self, name: str) -> FilePlace:
+        """Raises CheckpointError: they lie in no file."""
+        raise CheckpointError(f"{name} of {self.path} is drawn when it is read")
+
     def digest(self, progress: Progress | None = None) -> str:
         """sha-256 (hex) of what the values follow from: shape, seed, and whether a card drew them."""
         weights = self.weights
@@ -110,7 +115,7 @@ class RandomSource:
 def shape_named(name: str) -> AnyShape:
     """The published shape of a name. Raises UsageError for one that is not known."""
     if name not in ALL_SHAPES:
-        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join(ALL_SHAPES)}")
+        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join([*ALL_SHAPES, *QWEN4EXP_SHAPES])}")
     return ALL_SHAPES[name]
 
 
@@ -124,6 +129,10 @@ def random_weights(shape: str, config: EngineConfig, seed: int = 0) -> RandomWei
 
 def load_random(shape: str, config: EngineConfig, progress: Progress | None = None, seed: int = 0) -> Loaded:
     """Random weights of a shape, kept as ``config.dtype`` says ("auto": bf16, as published ones are)."""
+    if shape in QWEN4EXP_SHAPES:
+        sizes = QWEN4EXP_SHAPES[shape]
+        tensors, settings = one_table(sizes, random_qwen4exp(sizes, seed, STORED)), qwen4exp_config(sizes)
+        return load_tensors(tensors, config, progress=progress, name=f"random {shape}", settings=settings)
     return load_shape(shape_named(shape), config, progress, seed, name=f"random {shape}")
 
 

@@ -1,7 +1,7 @@
 """GGUF files: tensors and metadata, little-endian, versions 2 and 3.
 
 The header is walked here and every count and offset in it checked against the file before anything is believed; the
-``gguf`` package knows the types and unpacks Q8_0. Format: docs/gguf.md of the ggml project: "GGUF", version, number of
+``gguf`` package knows the types and unpacks packed ones. Format: docs/gguf.md of the ggml project: "GGUF", version, number of
 tensors, number of keys; keys with typed values; names, sizes (fastest first), types and offsets of the tensors; data,
 each tensor aligned.
 """
@@ -22,7 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kittiwake.checkpoints.files import FileStamp, quoted
-from kittiwake.checkpoints.reader import FileSource, TensorInfo
+from kittiwake.checkpoints.reader import FilePlace, FileSource, TensorInfo
 from kittiwake.errors import CheckpointError
 
 MAX_TENSORS = 1 << 20
@@ -49,8 +49,15 @@ _PLAIN: Mapping[GGMLQuantizationType, torch.dtype] = {
     GGMLQuantizationType.I32: torch.int32,
     GGMLQuantizationType.I64: torch.int64,
 }
-_UNPACKED = (GGMLQuantizationType.Q8_0,)
-_READ = "F32, F16, BF16 and Q8_0"
+_UNPACKED: Mapping[GGMLQuantizationType, torch.dtype] = {GGMLQuantizationType.Q8_0: torch.float32} | {
+    GGMLQuantizationType[name]: torch.bfloat16
+    for name in (
+        "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS",
+        "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M",
+    )
+}  # fmt: skip
+"""What is unpacked, and to what: the finer packings to bfloat16, which is about as fine as they are."""
+_READ = "F32, F16, BF16, Q8_0, Q2_K to Q6_K, Q4_0 to Q5_1 and IQ1 to IQ4"
 # Kinds of metadata values: name and struct code; strings and arrays are read by themselves.
 _SCALARS = {
     0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"), 5: ("int32", "i"),
@@ -81,7 +88,7 @@ class _Entry:
 
 
 class GgufSource(FileSource):
-    """Tensors of a GGUF file, mapped; packed ones are unpacked to float32 when read. ``config`` is the metadata."""
+    """Tensors of a GGUF file, mapped; packed ones are unpacked when read. ``config`` is the metadata."""
 
     def __init__(
         self, stamp: FileStamp, data: mmap.mmap, metadata: Mapping[str, Any], entries: Sequence[_Entry]
@@ -89,6 +96,10 @@ class GgufSource(FileSource):
         self._data: mmap.mmap | None = data
         self._entries = {entry.info.name: entry for entry in entries}
         super().__init__(stamp.path, "gguf", [entry.info for entry in entries], [stamp], metadata)
+
+    def _place(self, name: str) -> FilePlace:
+        entry = self._entries[name]
+        return FilePlace(self.path, entry.begin, entry.info.stored_bytes, entry.kind.name)
 
     def _tensor(self, name: str) -> torch.Tensor:
         entry, data = self._entries[name], self._data
@@ -102,7 +113,7 @@ class GgufSource(FileSource):
             # An alignment below the size of an element is allowed, and kernels may count on more.
             return (tensor if entry.begin % info.dtype.itemsize == 0 else tensor.clone()).reshape(info.shape)
         packed = np.frombuffer(data, dtype=np.uint8, count=info.packed_bytes, offset=entry.begin)
-        return torch.from_numpy(_unpack(packed, entry.kind, count)).reshape(info.shape)
+        return _unpack(packed, entry.kind, count).reshape(info.shape)
 
     def close(self) -> None:
         """Let go of the file. Tensors already read stay valid: they hold the mapping."""
@@ -110,13 +121,14 @@ class GgufSource(FileSource):
         self._data = None
 
 
-def _unpack(packed: np.ndarray, kind: GGMLQuantizationType, count: int) -> np.ndarray:
-    """float32 [count], a few blocks at a time: the package's own way takes several times the tensor's memory."""
+def _unpack(packed: np.ndarray, kind: GGMLQuantizationType, count: int) -> torch.Tensor:
+    """[count], a few blocks at a time: the package's own way takes several times the tensor's memory."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    flat = np.empty(count, dtype=np.float32)
+    flat = torch.empty(count, dtype=_UNPACKED[kind])
     for first in range(0, count // block, _UNPACK_BLOCKS):
         last = min(first + _UNPACK_BLOCKS, count // block)
-        flat[first * block : last * block] = dequantize(packed[first * block_bytes : last * block_bytes], kind)
+        values = dequantize(packed[first * block_bytes : last * block_bytes], kind)
+        flat[first * block : last * block] = torch.from_numpy(values)
     return flat
 
 
@@ -307,7 +319,8 @@ class _Header:
             return _Entry(TensorInfo(name, shape, _PLAIN[kind]), kind, offset)
         why_not = "" if kind in _UNPACKED else f"is of the type {kind.name}; kittiwake reads {_READ}"
         packed_bytes = math.prod(sizes) // block * block_bytes
-        return _Entry(TensorInfo(name, shape, torch.float32, kind.name, packed_bytes, why_not), kind, offset)
+        dtype = _UNPACKED.get(kind, torch.float32)
+        return _Entry(TensorInfo(name, shape, dtype, kind.name, packed_bytes, why_not), kind, offset)
 
     def kind(self, number: int, what: str) -> GGMLQuantizationType:
         try:

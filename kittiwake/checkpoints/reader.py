@@ -53,6 +53,17 @@ class TensorInfo:
         return self.packed_bytes if self.packing else self.nbytes
 
 
+@dataclass(frozen=True)
+class FilePlace:
+    """Where values lie in a file, as they are stored."""
+
+    path: Path
+    begin: int
+    nbytes: int
+    kind: str
+    """The file's own name of the type: "F32", "F16", "BF16", "Q8_0", "IQ4_NL" and so on."""
+
+
 class TensorSource(Protocol):
     """An open checkpoint: tensors by name."""
 
@@ -67,6 +78,9 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, mapped from the file where the format allows (do not write to it). Raises CheckpointError."""
+
+    def place(self, name: str) -> FilePlace:
+        """Where the tensor's values lie, row after row. Raises CheckpointError where that cannot be told."""
 
     def digest(self, progress: Progress | None = None) -> str:
         """sha-256 (hex) over the source's files, computed when first asked for."""
@@ -115,18 +129,36 @@ class FileSource:
         Raises CheckpointError for a name the source does not have (the nearest one is named), after close(), and when
         a file changed since it was opened.
         """
+        self._check_name(name)
+        for stamp in self._files:
+            stamp.check_unchanged()
+        return self._tensor(name)
+
+    def _check_name(self, name: str) -> None:
         if not self._is_open:
             raise CheckpointError(f"{self.path} was closed", "open the checkpoint again")
         if name not in self._infos:
             near = difflib.get_close_matches(name, self._infos, n=1)
             hint = f"the nearest name is {quoted(near[0])}" if near else ""
             raise CheckpointError(f"{self.path} has no tensor {quoted(name)}", hint)
-        for stamp in self._files:
-            stamp.check_unchanged()
-        return self._tensor(name)
 
     def _tensor(self, name: str) -> torch.Tensor:
         raise NotImplementedError
+
+    def place(self, name: str) -> FilePlace:
+        """Where the tensor's values lie in a file, row after row, without gaps.
+
+        Raises CheckpointError for a name the source does not have, after close(), and for formats in which values need
+        not lie in one piece (pickles).
+        """
+        self._check_name(name)
+        return self._place(name)
+
+    def _place(self, name: str) -> FilePlace:
+        raise CheckpointError(
+            f"{self.path}: tensor {quoted(name)} cannot be read from its file row by row",
+            "convert the model to safetensors",
+        )
 
     def digest(self, progress: Progress | None = None) -> str:
         """sha-256 in hex, computed once: of the one file, or over the lines ``HEX  NAME\\n`` of several, by name.

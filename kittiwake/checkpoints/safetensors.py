@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kittiwake.checkpoints.files import FileStamp, is_plain_name, quoted
-from kittiwake.checkpoints.reader import MAX_HEADER_BYTES, FileSource, TensorInfo
+from kittiwake.checkpoints.reader import MAX_HEADER_BYTES, FilePlace, FileSource, TensorInfo
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import CheckpointError
 
@@ -38,6 +38,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_DIMENSIONS = 16
@@ -148,9 +150,12 @@ class SafetensorsSource(FileSource):
         self._handles: dict[str, Any] = {}
         infos: list[TensorInfo] = []
         holders: dict[str, Path] = {}
+        self._begins: dict[str, int] = {}
         for stamp in stamps:
             entries = read_header(stamp)
             handle = _map(stamp.path)
+            data = stamp.size - (entries[-1].end if entries else 0)  # the data reaches to the end of the file
+            self._begins |= {entry.info.name: data + entry.begin for entry in entries}
             for info in (entry.info for entry in entries):
                 if info.name in holders:
                     both = f"{holders[info.name].name} and {stamp.path.name}"
@@ -164,6 +169,10 @@ class SafetensorsSource(FileSource):
     def shard_of(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._holders[name]
+
+    def _place(self, name: str) -> FilePlace:
+        info = self._infos[name]
+        return FilePlace(self._holders[name], self._begins[name], info.nbytes, _KINDS[info.dtype])
 
     def _tensor(self, name: str) -> torch.Tensor:
         try:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kittiwake.cli.options import FILE, engine_config, engine_options, model_argument, seed_option, tokenizer_option
+from kittiwake.cli.options import (
+    FILE,
+    chunk_option,
+    engine_config,
+    engine_options,
+    model_argument,
+    seed_option,
+    tokenizer_option,
+)
 from kittiwake.cli.output import ProgressBars, note, print_error
 from kittiwake.errors import KittiwakeError, UsageError
 
@@ -59,6 +67,7 @@ a partner, and will go on from what you say as it would from the beginning of a 
 @seed_option("the same seed draws the same answers")
 @click.option("--load", "load", type=FILE, help="take up a saved conversation")
 @tokenizer_option
+@chunk_option
 @engine_options
 def chat(
     model: Path | None,

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kittiwake.cli.options import constant_options, engine_config, json_option, model_argument, tokenizer_option
+from kittiwake.cli.options import (
+    chunk_option,
+    constant_options,
+    engine_config,
+    json_option,
+    model_argument,
+    tokenizer_option,
+)
 from kittiwake.cli.output import ProgressBars, emit_json, human_bytes, outline, table
 from kittiwake.config import EngineConfig
 from kittiwake.errors import InputFileError, UsageError
@@ -33,6 +40,7 @@ AT_LOAD = (
 @click.option("--tensors", is_flag=True, help="list every tensor with its type and shape")
 @click.option("--digest/--no-digest", default=True, help="read every byte for the sha-256, and check a bundle's")
 @tokenizer_option
+@chunk_option
 @constant_options
 @json_option
 def inspect(model: Path, tensors: bool, digest: bool, tokenizer: str | None, as_json: bool) -> None:
@@ -164,7 +172,10 @@ def _fit(
             **config.extra,
         }
         found["origins"] = origins
-        found["memory"] = {f"{name}_bytes": count for name, count in family.footprint(config).items()}
+        memory = family.footprint(config)
+        if (row := memory.pop("workspace_per_row", 0)) > 0:
+            memory["workspace"] = row * constants.max_chunk
+        found["memory"] = {f"{name}_bytes": count for name, count in memory.items()}
         found["tokenizer"] = _tokenizer(path, config, source, bundle, tokenizer)
         found["runs"] = True
     except (InputFileError, UsageError) as error:
@@ -231,6 +242,14 @@ def _describe_bundle(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+_MORE_MEMORY = {
+    "state_per_token_bytes": "and of each of its tokens",
+    "workspace_bytes": "to work in, for max_chunk rows",
+    "table_bytes": "table that stays on disk",
+}
+"""What a family whose states grow, or that reads a table, says beside the rest."""
+
+
 def report_text(report: dict[str, Any]) -> str:
     """The report for people; the verdict last."""
     shown = {key: value for key, value in report.items() if key not in ("tensor_list", "runs", "why_not", "at_load")}
@@ -247,6 +266,9 @@ def report_text(report: dict[str, Any]) -> str:
             "weights as bf16": human_bytes(report["memory"]["bf16_bytes"]),
             "state of a sequence": human_bytes(report["memory"]["state_bytes"]),
         }
+        for key, text in _MORE_MEMORY.items():
+            if key in report["memory"]:
+                shown["memory"][text] = human_bytes(report["memory"][key])
     lines = [outline({key: value for key, value in shown.items() if value is not None})]
     if "tensor_list" in report:
         rows = [("tensor", "type", "shape")]

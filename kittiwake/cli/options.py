@@ -53,22 +53,28 @@ _CONSTANTS = "kittiwake.constants"
 
 
 def constant_options(function: F) -> F:
-    """--group-norm-eps and --rescale-every. Rare options of every command that loads: they are kept beside the context,
-    where :func:`engine_config` takes them from, and not handed to the command."""
+    """--group-norm-eps and --rescale-every, of every command that loads."""
+    return _kept_option("rescale_every", click.IntRange(0))(_kept_option("group_norm_eps", float)(function))
+
+
+def chunk_option(function: F) -> F:
+    """--max-chunk, of commands that read prompts through an engine."""
+    return _kept_option("max_chunk", click.IntRange(1))(function)
+
+
+def _kept_option(name: str, kind: Any) -> Callable[[F], F]:
+    """A rare option: its value is kept beside the context, where :func:`engine_config` takes it from, and not handed to
+    the command."""
 
     def keep(context: click.Context, option: click.Parameter, value: float | None) -> None:
-        context.meta.setdefault(_CONSTANTS, {})[option.name] = value
+        context.meta.setdefault(_CONSTANTS, {})[name] = value
 
-    text = field_help()
-    kinds: dict[str, Any] = {"group_norm_eps": float, "rescale_every": click.IntRange(0)}
-    for name, kind in kinds.items():
-        flag = f"--{name.replace('_', '-')}"
-        function = click.option(flag, type=kind, expose_value=False, callback=keep, help=text[name])(function)
-    return function
+    default, flag = getattr(EngineConfig(), name), f"--{name.replace('_', '-')}"
+    return click.option(flag, type=kind, default=default, expose_value=False, callback=keep, help=field_help()[name])
 
 
 def engine_options(function: F) -> F:
-    """--device, --dtype, --threads, --group-norm-eps and --rescale-every."""
+    """--device, --dtype, --threads, and those of :func:`constant_options`."""
     function = constant_options(function)
     default, text = EngineConfig(), field_help()
     for option in (

@@ -13,6 +13,7 @@ import click
 
 from kittiwake.cli.options import (
     FILE,
+    chunk_option,
     engine_config,
     engine_options,
     field_help,
@@ -119,6 +120,7 @@ class StreamFigures:
 @click.option("--receipt", is_flag=True, help="with --json: what the answer's bits depend on (docs/receipt.md)")
 @state_options
 @tokenizer_option
+@chunk_option
 @engine_options
 @json_option
 def run(

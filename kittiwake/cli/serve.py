@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 import click
 
-from kittiwake.cli.options import FILE, engine_config, engine_options, field_help, model_argument, tokenizer_option
+from kittiwake.cli.options import (
+    FILE,
+    chunk_option,
+    engine_config,
+    engine_options,
+    field_help,
+    model_argument,
+    tokenizer_option,
+)
 from kittiwake.cli.output import note
 from kittiwake.config import LOG_FORMATS, SERVING, ServerConfig
 from kittiwake.errors import InputFileError, UsageError
@@ -49,6 +57,7 @@ def _engine_option(*names: str, field: str, **more: Any) -> Callable[[_F], _F]:
 @_engine_option("--max-queue", field="max_waiting", type=click.IntRange(0))
 @_engine_option("--max-queue-per-client", field="max_waiting_per_client", type=click.IntRange(0))
 @_server_option("--request-timeout-s", field="request_timeout_s", type=float)
+@_engine_option("--growing-bytes", field="growing_bytes", type=click.IntRange(-1))
 @_engine_option("--cache-bytes", field="cache_ram_bytes", type=click.IntRange(-1))
 @_engine_option("--cache-disk", field="cache_disk", metavar="DIR")
 @_engine_option("--cache-disk-bytes", field="cache_disk_bytes", type=click.IntRange(1))
@@ -74,6 +83,7 @@ def _engine_option(*names: str, field: str, **more: Any) -> Callable[[_F], _F]:
 @_server_option("--restart-engine", field="restart_engine", is_flag=True)
 @click.option("--ready-file", type=FILE, help="file to write (JSON: url, host, port, pid) once requests are taken")
 @tokenizer_option
+@chunk_option
 @engine_options
 @click.pass_context
 def serve(

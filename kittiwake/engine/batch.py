@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ class Batch:
     starts: np.ndarray  # int64 [B + 1], starts[b]:starts[b + 1] are the rows of sequence b
     slots: np.ndarray  # int64 [B], place of each sequence in the state table; no slot twice
     want_rows: np.ndarray  # int64 [W], rows whose logits are wanted, ascending
+    ahead: tuple[tuple[int, Sequence[int] | np.ndarray], ...] = ()
+    """(slot, token ids): what these sequences are expected to read next. A guess: it may change no output."""
 
     @property
     def rows(self) -> int:

@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from kittiwake.engine.states import SCRATCH_SLOT, SavedState, StateSpec, StateTable
+from kittiwake.engine.states import NO_PAGE, PartKind, StatePart, StateSpec, StateTable
 
 
 class CudaStateTable(StateTable):
-    """``part(name)`` is a tensor [L, S, *shape] on the device; every verb is enqueued on the current stream.
+    """``part(name)`` is a tensor on the device; every verb is enqueued on the current stream.
 
     Copies made by :meth:`save` are numpy arrays, the same as those of a table in host memory.
     """
 
-    def __init__(self, spec: StateSpec, slots: int, device: torch.device) -> None:
+    def __init__(self, spec: StateSpec, slots: int, device: torch.device, pages: int = 0) -> None:
         self.device = device
-        super().__init__(spec, slots)
+        super().__init__(spec, slots, pages)
+        self.device_pages = torch.from_numpy(self.pages).to(device, copy=True)
+        """``pages`` on the device, for kernels; the same tensor always, so that graphs may read it."""
         self.drawn = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         """The token drawn last for each slot, which a row given as a negative id eats."""
         self._rooms: dict[str, torch.Tensor] = {}
@@ -30,32 +32,38 @@ class CudaStateTable(StateTable):
     def _make(self, shape: tuple[int, ...], dtype: str) -> Any:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
+    def _take_pages(self, slot: int, count: int) -> None:
+        super()._take_pages(slot, count)
+        if count > 0:
+            self.device_pages[slot].copy_(torch.from_numpy(self.pages[slot]))
+
+    def _give_pages(self, slot: int) -> None:
+        super()._give_pages(slot)
+        if self.spec.growing:
+            self.device_pages[slot].fill_(NO_PAGE)
+
     def room(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Float32 room beside the states, for a forward to work in; of the largest shape asked for first."""
         if name not in self._rooms:
             self._rooms[name] = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._rooms[name]
 
-    def save(self, slot: int) -> SavedState:
-        """A copy in host memory of what the slot holds once everything enqueued has run."""
-        self._check(slot)
-        parts = {name: array[:, slot].cpu().numpy() for name, array in self._arrays.items()}
-        return SavedState(position=int(self.positions[slot]), parts=parts)
+    def _copy(self, part: StatePart, slot: int, position: int) -> np.ndarray:
+        """A part of a slot in host memory, as it is once everything enqueued has run."""
+        array = self._arrays[part.name]
+        if part.kind is not PartKind.GROWING:
+            copied: np.ndarray = array[:, slot].to("cpu", copy=True).numpy()
+            return copied
+        saved = np.empty(self.spec.saved_kinds(position)[part.name][0], dtype=part.dtype)
+        for page, rows in self._page_rows(part, slot, position):
+            saved[:, rows] = array[:, page, : rows.stop - rows.start].cpu().numpy()
+        return saved
 
-    def restore(self, slot: int, saved: SavedState) -> None:
-        """Write a saved state into a slot. Raises StateError when its parts are not this table's."""
-        self._check(slot)
-        self.check_saved(saved)
-        for name, array in self._arrays.items():
-            array[:, slot].copy_(torch.from_numpy(np.ascontiguousarray(saved.parts[name])))
-        self.positions[slot] = saved.position
-
-    def check_saved(self, saved: SavedState) -> None:
-        """Raise StateError when the parts of a saved state are not this table's."""
-        self._check_parts(
-            saved,
-            {
-                name: (tuple(array[:, SCRATCH_SLOT].shape), str(array.dtype).removeprefix("torch."))
-                for name, array in self._arrays.items()
-            },
-        )
+    def _write(self, part: StatePart, slot: int, values: np.ndarray, position: int) -> None:
+        array = self._arrays[part.name]
+        if part.kind is not PartKind.GROWING:
+            array[:, slot].copy_(torch.from_numpy(np.ascontiguousarray(values)))
+            return
+        for page, rows in self._page_rows(part, slot, position):
+            piece = torch.from_numpy(np.ascontiguousarray(values[:, rows]))
+            array[:, page, : rows.stop - rows.start].copy_(piece)

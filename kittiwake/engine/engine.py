@@ -36,7 +36,7 @@ from kittiwake.engine.states import SavedState
 from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
 from kittiwake.engine.token_tree import as_tokens
 from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
-from kittiwake.families.contract import Model
+from kittiwake.families.contract import Model, SequencesError
 from kittiwake.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -54,11 +54,15 @@ class Engine:
         slots: int,
         prefill_chunk: int,
         max_rows: int,
+        max_chunk: int = 0,
         cache: PrefixCache | None = None,
         limits: QueueLimits | None = None,
+        growing_bytes: int = -1,
     ) -> None:
+        """``max_chunk`` bounds a prompt that is alone in a step (0: as ``max_rows``); ``growing_bytes`` is the budget of
+        states that grow with the length, see :func:`new_states`."""
         self.model, self.tokenizer = model, tokenizer
-        self.runner = Runner(model, slots)
+        self.runner = Runner(model, slots, growing_bytes)
         self.observer: Callable[[StepReport], None] | None = None
         """Told of every step that ran rows, while the engine waits: it must be quick and must not raise."""
         self._cache, self._limits = cache, limits or QueueLimits()
@@ -67,7 +71,8 @@ class Engine:
         self._flight: Flight | None = None
         # on a device the host reads tokens a step late, when a slot has eaten one more: answers' states are not kept
         self._reuse = Reuse(self.runner.states, cache, answers=self._device is None)
-        self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows, self._reuse)
+        alone = max_chunk if model.device == "cpu" else min(max_chunk, max_rows)
+        self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows, self._reuse, alone)
         self._totals = Totals()
         self._deadlines: list[tuple[float, int]] = []
         self._ids = itertools.count(1)
@@ -110,9 +115,22 @@ class Engine:
         for token in params.logit_bias:
             if not (token < vocab and self.tokenizer.is_valid(token)):
                 raise RequestError(f"logit_bias names token {token}, which this model's tokenizer does not use")
+        before = start_from.saved.position if start_from is not None else 0
+        self._check_length(before, len(prompt_ids), params.max_tokens)
         borders = options.cache.borders if options is not None else ()
         if borders and borders[-1] > len(prompt_ids):
             raise RequestError(f"a border stands at token {borders[-1]} of a prompt of {len(prompt_ids)}")
+
+    def _check_length(self, before: int, prompt: int, answer: int) -> None:
+        """Raise RequestError for a sequence that the memory for growing states could not hold even alone."""
+        states = self.runner.states
+        if states.spec.growing and before + prompt + answer > states.most_tokens:
+            told = f"a prompt of {prompt} tokens" + (f" after {before}" if before else "")
+            raise RequestError(
+                f"{told} and max_tokens {answer} are more than the {states.most_tokens} tokens that fit the memory for "
+                "growing states",
+                "shorten the prompt, lower max_tokens, or raise growing_bytes",
+            )
 
     def add(
         self,
@@ -255,14 +273,21 @@ class Engine:
             raise
 
     def _run(self, plan: Plan) -> list[tuple[Request, np.ndarray]]:
-        """Run a plan; the requests that got logits, with their row."""
-        complete = plan.complete
-        logits = self.runner.run(plan.batch())
+        """Run a plan; the requests that got logits, with their row. Those that the forward failed alone end alone."""
+        complete, failed = plan.complete, dict[int, KittiwakeError]()
+        try:
+            logits = self.runner.run(plan.batch())
+        except SequencesError as err:
+            logits, failed = err.logits, err.errors
+        rows = [(request, row) for request, row in zip(complete, logits, strict=True) if request.slot not in failed]
         for request, count in plan.parts:
             request.fed += count
+            if request.slot in failed:
+                self._cut_short(request, "error", failed[request.slot])
+                continue
             self._reuse.save_at_mark(request)
             self._post_progress(request)
-        return list(zip(complete, logits, strict=True))
+        return rows
 
     def _step_on_device(self, device: DeviceSteps, plan: Plan, ready: list[Request]) -> None:
         """Launch a step, then read the tokens of the one before it, while the device works."""
@@ -406,7 +431,7 @@ class Engine:
             if request.answer.is_decided:
                 request.snapshot = None
             elif was_decided:
-                request.snapshot = (request.fed, self.runner.states.save(request.slot), np.asarray(row))
+                request.snapshot = (request.fed, self.runner.states.snapshot(request.slot), np.asarray(row))
         if step.finish_reason is None:
             request.tokens.append(token)
             self._post(Delta(request.id, step.text, (token,), logprobs=logprobs))
@@ -429,7 +454,7 @@ class Engine:
         if request.fed > len(request.tokens):
             assert request.snapshot is not None, "text was taken back that was never held"
             request.fed, saved, request.logits = request.snapshot
-            self.runner.states.restore(request.slot, saved)
+            self.runner.states.rewind(request.slot, saved)
         if request.due == 0:
             self._end_kept(request, np.asarray(request.logits))
 

@@ -224,6 +224,7 @@ class PrefixCache:
             self.disk.close()
 
 
-def ram_budget(wanted: int) -> int:
-    """Bytes for the cache: as wanted, or for -1 half of the memory that is free now, at most 32 GiB."""
-    return wanted if wanted >= 0 else min(available_memory() // 2, MOST_AUTO_BYTES)
+def ram_budget(wanted: int, claimed: int = 0) -> int:
+    """Bytes for the cache: as wanted, or for -1 half of the memory that is free now and not yet ``claimed`` for other
+    uses, at most 32 GiB."""
+    return wanted if wanted >= 0 else min(max(0, available_memory() - claimed) // 2, MOST_AUTO_BYTES)

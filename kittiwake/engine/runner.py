@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Runner:
     """Runs a model's forward over a state table."""
 
-    def __init__(self, model: Model, slots: int) -> None:
+    def __init__(self, model: Model, slots: int, growing_bytes: int = -1) -> None:
         self.model = model
-        self.states = new_states(model, slots)
+        self.states = new_states(model, slots, growing_bytes)
 
     def device_steps(self, never: Sequence[int]) -> DeviceSteps | None:
         """What launches steps where the model is on a device, its graphs captured; None on the CPU."""

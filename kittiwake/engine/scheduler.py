@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -111,6 +111,11 @@ class Request:
         return self.base + len(self.tokens)
 
     @property
+    def most_tokens(self) -> int:
+        """What its slot may have seen at most when it ends."""
+        return self.base + self.prompt_tokens + self.answer.params.max_tokens
+
+    @property
     def is_held(self) -> bool:
         """Whether it waits for another one's prefix."""
         return self.stage is Stage.HELD
@@ -121,16 +126,19 @@ class Plan:
     """One step: for each request how many tokens it eats now."""
 
     parts: list[tuple[Request, int]]
+    ahead: tuple[tuple[int, list[int]], ...] = ()
+    """What the one prompt that is being read is expected to read next; see :attr:`Batch.ahead`."""
 
     def batch(self) -> Batch:
         """The packed rows; only a request that eats its last due token, or comes to a mark, wants logits."""
-        return Batch.pack(
+        packed = Batch.pack(
             [
                 (request.slot, [DRAWN] if request.pending else request.tokens[request.fed : request.fed + count])
                 for request, count in self.parts
             ],
             [[count - 1] if count == request.due_to_mark else [] for request, count in self.parts],
         )
+        return replace(packed, ahead=self.ahead) if self.ahead else packed
 
     @property
     def complete(self) -> list[Request]:
@@ -148,14 +156,23 @@ class Scheduler:
     """Everyone who decodes moves at every step, prefill takes a bounded part of the rows that are left.
 
     Slots and prefill rows are shared fairly over clients, those of one client by priority and in turn.
-    ``prefill_chunk`` bounds the prompt tokens of a step in which others decode (0: no bound).
+    ``prefill_chunk`` bounds the prompt tokens of a step in which others decode (0: no bound), ``max_chunk`` those of a
+    prompt that is alone in a step (0: as ``max_rows``).
     """
 
-    def __init__(self, states: StateTable, prefill_chunk: int, max_rows: int, reuse: Reuse | None = None) -> None:
+    def __init__(
+        self,
+        states: StateTable,
+        prefill_chunk: int,
+        max_rows: int,
+        reuse: Reuse | None = None,
+        max_chunk: int = 0,
+    ) -> None:
         self._states = states
         self._reuse = reuse or Reuse(states)
         self._chunk = prefill_chunk if prefill_chunk > 0 else max_rows
         self._max_rows = max_rows
+        self._max_chunk = max_chunk if max_chunk > 0 else max_rows
         self.waiting = FairQueue()
         self.running: list[Request] = []
         self.shares = Shares()
@@ -179,15 +196,22 @@ class Scheduler:
             self.waiting.push(request, first=True)
 
     def admit(self, now_s: float) -> list[Request]:
-        """Give free slots to those who wait; returns who got one."""
+        """Give free slots to those who wait; returns who got one.
+
+        Who gets a slot has room for all it may grow to; while the next in turn has not, nobody overtakes it.
+        """
         self._now_s = now_s
         admitted = []
         while self.waiting and self._states.free_slots:
             request = self.waiting.pop(now_s, self.shares)
+            room = request.most_tokens if self._states.spec.growing else 0
+            if not self._states.can_hold(room):
+                self.waiting.push(request, first=True)
+                break
             if self._reuse.parks(request, self.running):
                 request.stage, request.held_s = Stage.HELD, now_s
                 continue
-            request.slot = self._states.allocate()
+            request.slot = self._states.allocate(room)
             self._begin(request)
             request.stage, request.admitted_s = Stage.RUNNING, now_s
             self.shares.take_slot(request.options.client, now_s)
@@ -208,11 +232,11 @@ class Scheduler:
     def plan(self) -> Plan:
         """Share out at most ``max_rows`` rows. Those for whom none is left stand first in line at the next step."""
         self._step += 1
-        left = self._max_rows
         prompts = [request for request in self.running if request.due > 1]
         decoding = [request for request in self.running if request.due == 1]
+        left = most = self._max_chunk if len(prompts) == 1 and not decoding else self._max_rows
         # a prompt alone is read as fast as it can be; one beside others must not hold them up
-        prefill_left = self._chunk if decoding else self._max_rows
+        prefill_left = self._chunk if decoding else most
         # decode rows first: they are cheap and somebody is reading along
         order = decoding + sorted(prompts, key=self._rank)
         if self._left_out:
@@ -232,7 +256,18 @@ class Scheduler:
         self._left_out = set() if left else {request.id for request in order if request.id not in counts}
         if self._left_out:
             self.running.sort(key=lambda request: request.id not in self._left_out)
-        return Plan(parts)
+        limit = most - len(decoding)
+        return Plan(parts, self._expect(prompts, counts, min(self._chunk, limit) if decoding else limit))
+
+    @staticmethod
+    def _expect(prompts: list[Request], counts: dict[int, int], limit: int) -> tuple[tuple[int, list[int]], ...]:
+        """The chunk after this one, where a single prompt is being read: of several, others' turns decide its size."""
+        if len(prompts) != 1 or prompts[0].id not in counts:
+            return ()
+        request, first = prompts[0], prompts[0].fed + counts[prompts[0].id]
+        border = next((mark for mark in request.marks if mark > first), len(request.tokens))
+        last = min(border, first + limit)
+        return ((request.slot, request.tokens[first:last]),) if first < last else ()
 
     def _rank(self, request: Request) -> tuple[float, float, int]:
         """Which prompt goes first: by the rows its client has had, and among those of one client by priority and turn."""

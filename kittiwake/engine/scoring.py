@@ -34,6 +34,11 @@ class Given:
     ids: np.ndarray
     start: KeptState | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens seen at its end, those before the state among them."""
+        return len(self.ids) + (self.start.saved.position if self.start is not None else 0)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -100,10 +105,10 @@ def run_rows(
     running: dict[int, tuple[int, int]] = {}  # sequence → its slot, and the tokens run
     while waiting or running:
         left, parts = max_rows, list[tuple[int, int]]()
-        while left and (len(parts) < len(running) or (waiting and table.free_slots)):
+        while left and (len(parts) < len(running) or (waiting and _fits(table, given[waiting[0]], not running))):
             if len(parts) == len(running):
                 index = waiting.popleft()
-                running[index] = (table.allocate(), 0)
+                running[index] = (table.allocate(given[index].length), 0)
                 start = given[index].start
                 if start is not None:
                     table.restore(running[index][0], start.saved)
@@ -119,6 +124,11 @@ def run_rows(
                 del running[index]
             else:
                 running[index] = (slot, done + count)
+
+
+def _fits(table: StateTable, one: Given, is_alone: bool) -> bool:
+    """Whether a sequence may begin; one that does not fit even alone may, and is refused by name."""
+    return is_alone or table.can_hold(one.length)
 
 
 def _run(

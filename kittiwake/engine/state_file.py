@@ -1,8 +1,8 @@
 """A kept state in a file, format 1: one safetensors file, whole or not at all, bit for bit what was kept.
 
 Its ``__metadata__`` says what it belongs to (family, digest and dtype of the model) and how far it has come (position,
-hash of the tokens); its tensors are the parts of the state (``state.NAME``, [L, *shape]), the last logits and the tokens
-themselves. One sha-256 covers all of it. The same state gives the same bytes.
+hash of the tokens); its tensors are the parts of the state (``state.NAME``, [L, *shape], of growing parts [L, rows,
+*shape]), the last logits and the tokens themselves. One sha-256 covers all of it. The same state gives the same bytes.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _check_owner(path: Path, content: dict[str, str], owner: StateOwner) -> None
 
 def check_parts(kept: KeptState, owner: StateOwner, what: str) -> None:
     """Raise StateFileError unless shapes, types and token ids are the model's."""
-    expected = {part.name: ((owner.spec.layers, *part.shape), part.dtype) for part in owner.spec.parts}
+    expected = owner.spec.saved_kinds(kept.saved.position)
     found = {name: (array.shape, array.dtype.name) for name, array in kept.saved.parts.items()}
     if found.keys() != expected.keys():
         raise StateFileError(f"{what} has the parts {sorted(found)}, this model's are {sorted(expected)}")

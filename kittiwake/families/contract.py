@@ -5,7 +5,7 @@ Shape letters are fixed in ``kittiwake/ops/__init__.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
-from kittiwake.errors import UsageError
+from kittiwake.errors import KittiwakeError, UsageError
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, total)``: units are bytes or items, told by ``what``."""
@@ -53,6 +54,22 @@ class ModelConfig:
     def end_ids(self) -> tuple[int, ...]:
         """Ids that the checkpoint's settings say end a text, where they say so; a tokenizer tells its own as well."""
         return tuple(self.extra.get("end_ids", ()))
+
+    @property
+    def selection_budget(self) -> int:
+        """Tokens of a text beyond which its attention chooses what it reads; 0 where it never does."""
+        return int(self.extra.get("index_budget", 0))
+
+
+class SequencesError(KittiwakeError):
+    """A forward that ran, but not for every sequence: ``errors`` says by slot what went wrong, the states of those
+    sequences are of no use, and ``logits`` [W, vocab] are those of all wanted rows."""
+
+    def __init__(self, errors: Mapping[int, KittiwakeError], logits: np.ndarray) -> None:
+        first = next(iter(errors.values()))
+        super().__init__(first.message, first.hint)
+        self.errors, self.logits = dict(errors), logits
+        self.exit_code, self.http_status = first.exit_code, first.http_status
 
 
 class Model(Protocol):
@@ -99,11 +116,24 @@ class Family(Protocol):
     def read_config(self, source: TensorSource) -> ModelConfig:
         """Sizes from tensor shapes; raises ModelError naming a tensor that is unknown, missing or of the wrong shape."""
 
+    def table_names(self, source: TensorSource, config: ModelConfig) -> Set[str]:
+        """Names in this source of tables that are not loaded but read row by row while the model runs."""
+
+    def open_tables(self, source: TensorSource, config: ModelConfig) -> Mapping[str, RowTable]:
+        """Those tables, by our name of their first part.
+
+        Raises CheckpointError for one that cannot be read so.
+        """
+
+    def table_parts(self, source: TensorSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parts of those tables as tensors, for a bundle: under our names, one at a time, mapped where they can be."""
+
     def check_canonical(self, source: TensorSource, config: ModelConfig) -> None:
         """Raise BundleError unless a bundle's source holds exactly the canonical tensors of this config."""
 
     def canonical(self, source: TensorSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor under kittiwake's name, product weights as [N, K] (N outputs), one at a time, in stored dtype."""
+        """Every tensor but those of tables, under kittiwake's name, product weights as [N, K] (N outputs), one at a time,
+        in stored dtype."""
 
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The same config from a bundle's manifest (``model`` section); raises BundleError naming a bad or unknown key."""
@@ -119,9 +149,12 @@ class Family(Protocol):
         device: str,
         dtype: str,
         threads: int,
+        tables: Mapping[str, RowTable] | None = None,
         progress: Progress | None = None,
     ) -> Model:
         """Consume canonical tensors and return a model ready to run on ``device``, one of ``devices``.
+
+        ``tables`` are those of :meth:`open_tables`; the model closes them.
 
         ``dtype`` is how weights are kept: "fp32", "bf16", or on CUDA "fp16".
         """

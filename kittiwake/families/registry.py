@@ -5,12 +5,13 @@ from __future__ import annotations
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.errors import BundleError, ModelError
 from kittiwake.families.contract import Family
+from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.families.rwkv4 import Rwkv4Family
 from kittiwake.families.rwkv5 import Rwkv5Family
 from kittiwake.families.rwkv6 import Rwkv6Family
 from kittiwake.families.rwkv7 import Rwkv7Family
 
-FAMILIES: tuple[Family, ...] = (Rwkv4Family(), Rwkv5Family(), Rwkv6Family(), Rwkv7Family())
+FAMILIES: tuple[Family, ...] = (Rwkv4Family(), Rwkv5Family(), Rwkv6Family(), Rwkv7Family(), Qwen4ExpFamily())
 
 
 def recognise(source: TensorSource) -> Family:

@@ -168,7 +168,7 @@ class RwkvCpuModel(ABC, Generic[Layer]):
         if name in self._groups:
             self._groups[name].load(name, tensor)
         elif name == "embedding.weight":
-            self._embedding = _stored_rows(tensor, self.dtype)
+            self._embedding = stored_rows(tensor, self.dtype)
         elif name.startswith("layers."):
             _, layer, rest = name.split(".", 2)
             self._layers[int(layer)].take(rest, tensor.float().numpy())
@@ -248,7 +248,7 @@ class RwkvCpuModel(ABC, Generic[Layer]):
         }
 
 
-def _stored_rows(tensor: torch.Tensor, dtype: str) -> np.ndarray:
+def stored_rows(tensor: torch.Tensor, dtype: str) -> np.ndarray:
     """The embedding table as the kernels read it: mapped from its file, unless its values must change for ``dtype``.
 
     A bfloat16 table serves float32 weights as it is: a gathered row is widened exactly.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError
 from kittiwake.families.contract import Model, ModelConfig, Progress
@@ -56,6 +57,18 @@ class RwkvFamily(ABC):
         for name, place in places.items():
             yield name, place.take(source, shapes[name])
 
+    def table_names(self, source: TensorSource, config: ModelConfig) -> Set[str]:
+        """There are none."""
+        return frozenset()
+
+    def open_tables(self, source: TensorSource, config: ModelConfig) -> Mapping[str, RowTable]:
+        """There are none."""
+        return {}
+
+    def table_parts(self, source: TensorSource, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """There are none."""
+        return iter(())
+
     def check_canonical(self, source: TensorSource, config: ModelConfig) -> None:
         """Raise BundleError unless the source holds exactly the canonical tensors of this config."""
         infos = {info.name: info for info in source.infos()}
@@ -90,6 +103,7 @@ class RwkvFamily(ABC):
         device: str,
         dtype: str,
         threads: int,
+        tables: Mapping[str, RowTable] | None = None,
         progress: Progress | None = None,
     ) -> Model:
         """Take the tensors one at a time into a model."""

@@ -15,7 +15,7 @@ from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import SamplingParams
 from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded
-from kittiwake.verify import cache_laws, value_laws
+from kittiwake.verify import cache_laws, long_laws, value_laws
 from kittiwake.verify.trace import Table, Trace, fingerprint
 
 LENGTHS = (1, 2, 5, 17, 40, 66)
@@ -71,7 +71,7 @@ Law = Callable[[_Bench], Iterator[bool]]
 def verify(loaded: Loaded, config: EngineConfig, seed: int = 0, progress: Progress | None = None) -> list[LawResult]:
     """Run every law; ``seed`` draws tokens, splits and crowds. Goldens of a bundle are one law more on the CPU."""
     bench = _Bench(loaded, [], random.Random(seed))
-    total = len(LAWS) + 1
+    total = len(LAWS) + 2
     for index, length in enumerate(LENGTHS):
         if progress is not None:
             progress("reference runs", index, len(LENGTHS))
@@ -90,8 +90,12 @@ def verify(loaded: Loaded, config: EngineConfig, seed: int = 0, progress: Progre
 
 def _laws_for(loaded: Loaded) -> dict[str, Law]:
     """The laws of a model. Goldens are recorded on a CPU: on another device a near tie may turn, which breaks no law."""
-    with_goldens = loaded.goldens and loaded.model.device == "cpu"
-    return {**LAWS, "goldens of the bundle": _goldens} if with_goldens else dict(LAWS)
+    laws = dict(LAWS)
+    if loaded.model.config.selection_budget:
+        laws["beyond the budget, cut anywhere"] = lambda bench: long_laws.long_texts(bench.loaded, bench.draw)
+    if loaded.goldens and loaded.model.device == "cpu":
+        laws["goldens of the bundle"] = _goldens
+    return laws
 
 
 def _chunked(bench: _Bench) -> Iterator[bool]:

@@ -23,7 +23,11 @@ def _loaded(model: SumModel) -> Loaded:
 def test_a_trip_feeds_the_prompt_in_pieces_and_decodes_step_by_step() -> None:
     model = SumModel()
     prefill, decode = measure_trip(
-        _loaded(model), Trip(prompt=10, generate=4, depth=6), EngineConfig(max_rows=4, threads=1), 1, repeat=2
+        _loaded(model),
+        Trip(prompt=10, generate=4, depth=6),
+        EngineConfig(max_rows=4, max_chunk=4, threads=1),
+        1,
+        repeat=2,
     )
     rows = ",".join(str(rows) for _, rows in model.calls)
     run = "4,4,2,1,1,1,1"  # the first token is drawn from the logits kept with the prompt's state

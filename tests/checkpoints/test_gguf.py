@@ -18,7 +18,7 @@ from kittiwake.checkpoints.reader import open_checkpoint
 from kittiwake.errors import CheckpointError
 from tests.checkpoints.cases import assert_same
 
-F32, F16, Q8_0, Q4_K, BF16 = 0, 1, 8, 12, 30
+F32, F16, Q8_0, Q4_K, BF16, TQ2_0 = 0, 1, 8, 12, 30, 35
 UINT32, STRING, ARRAY = 4, 8, 9
 
 
@@ -287,13 +287,24 @@ def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_listed_and_refused_by_name(tmp_path: Path) -> None:
-    content = _file([_tensor(sizes=(256, 2), kind=Q4_K)], data=bytes(288))
+    content = _file([_tensor(sizes=(256, 2), kind=TQ2_0)], data=bytes(132))
     source = _open(tmp_path / "m.gguf", content)
     info = source.infos()[0]
-    assert (info.shape, info.packing, info.stored_bytes) == ((2, 256), "Q4_K", 288)
-    assert info.unreadable == "is of the type Q4_K; kittiwake reads F32, F16, BF16 and Q8_0"
-    with pytest.raises(CheckpointError, match="tensor 'w' is of the type Q4_K"):
+    assert (info.shape, info.packing, info.stored_bytes) == ((2, 256), "TQ2_0", 132)
+    assert info.unreadable.startswith("is of the type TQ2_0; kittiwake reads F32, F16, BF16, Q8_0, Q2_K to Q6_K")
+    with pytest.raises(CheckpointError, match="tensor 'w' is of the type TQ2_0"):
         source.read("w")
+
+
+def test_finer_packings_are_unpacked_to_bfloat16(tmp_path: Path) -> None:
+    packed = np.random.default_rng(0).integers(0, 256, (2, 144), dtype=np.uint8)
+    packed[:, :4] = np.array([1.5, 0.25], dtype=np.float16).view(np.uint8)  # scale and least of a block
+    source = _open(tmp_path / "m.gguf", _file([_tensor(sizes=(256, 2), kind=Q4_K)], data=packed.tobytes()))
+    info, values = source.infos()[0], source.read("w")
+    assert (info.shape, info.packing, info.stored_bytes, info.unreadable) == ((2, 256), "Q4_K", 288, "")
+    expected = torch.from_numpy(dequantize(packed, GGMLQuantizationType.Q4_K)).bfloat16()
+    assert values.dtype == info.dtype == torch.bfloat16 and torch.equal(values, expected)
+    assert len(values.unique()) > 8
 
 
 @pytest.mark.parametrize("code", [value.value for value in GGUFValueType if value not in (STRING, ARRAY)])

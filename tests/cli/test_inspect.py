@@ -132,12 +132,12 @@ def test_a_gguf_file(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_of_another_packing_is_described_with_the_exact_reason(call: Call, tmp_path: Path) -> None:
-    path = save_gguf(tmp_path / "m.gguf", SHAPE, random_rwkv7(SHAPE, seed=1), "Q5_0")
+    path = save_gguf(tmp_path / "m.gguf", SHAPE, random_rwkv7(SHAPE, seed=1), "MXFP4")
     report = _inspect(call, path)
     assert (report["family"], report["runs"], report["config"], report["memory"]) == ("rwkv7", False, None, None)
-    assert report["dtypes"]["Q5_0"] == 14
+    assert report["dtypes"]["MXFP4"] == 14
     assert "token_embd.weight" in report["why_not"]
-    assert "is of the type Q5_0; kittiwake reads F32, F16, BF16 and Q8_0" in report["why_not"]
+    assert "is of the type MXFP4; kittiwake reads F32, F16, BF16, Q8_0" in report["why_not"]
 
 
 def test_a_folder_whose_settings_are_not_implemented(call: Call, tmp_path: Path) -> None:

@@ -151,6 +151,20 @@ def test_prompts_together_keep_within_the_chunk_while_somebody_decodes() -> None
         feed(plan)
 
 
+def test_a_prompt_alone_has_a_bound_of_its_own() -> None:
+    scheduler = Scheduler(StateTable(SPEC, 8), 3, 10, max_chunk=25)
+    start(scheduler, request(1, 60))
+    plan = scheduler.plan()
+    assert counts(plan) == {1: 25} and plan.ahead == ((plan.parts[0][0].slot, list(range(125, 150))),)
+    feed(plan)
+    start(scheduler, request(2, 30))
+    assert sum(counts(scheduler.plan()).values()) == 10
+    scheduler.running.pop()
+    start(scheduler, request(3, 2, fed=1))
+    plan = scheduler.plan()
+    assert counts(plan) == {1: 3, 3: 1} and len(plan.ahead[0][1]) == 3
+
+
 def test_decode_rows_come_before_prompts() -> None:
     scheduler = make(max_rows=4)
     start(scheduler, request(1, 50), request(2, 9, fed=8), request(3, 7, fed=6), request(4, 2, fed=1))
@@ -423,3 +437,38 @@ def test_a_prompt_stops_at_its_marks() -> None:
         one.fed += found[-1]
         one.marks = [mark for mark in one.marks if mark > one.fed]
     assert found == [7, 13, 10]
+
+
+def test_a_lone_prompt_tells_the_chunk_after_this_one() -> None:
+    scheduler = make(max_rows=30)
+    one = request(1, 70)
+    start(scheduler, one)
+    for expected in (one.tokens[30:60], one.tokens[60:70], None):
+        plan = scheduler.plan()
+        assert plan.ahead == (((one.slot, expected),) if expected else ())
+        assert plan.batch().ahead == plan.ahead
+        feed(plan)
+
+
+def test_the_chunk_told_is_the_one_that_comes() -> None:
+    scheduler = make(chunk=7, max_rows=30)
+    one, decoding = request(1, 50), request(2, 20, fed=19)
+    one.marks = [16, 40, 50]
+    start(scheduler, one, decoding)
+    told: list[tuple[int, list[int]]] = []
+    for _ in range(20):
+        plan = scheduler.plan()
+        if told:
+            slot, tokens = told[0]
+            count = counts(plan)[1]
+            assert slot == one.slot and tokens == one.tokens[one.fed : one.fed + count]
+        told = list(plan.ahead)
+        feed(plan)
+        one.marks = [mark for mark in one.marks if mark > one.fed]
+    assert one.fed >= 50 and not told
+
+
+def test_of_several_prompts_nothing_is_told() -> None:
+    scheduler = make(max_rows=30)
+    start(scheduler, request(1, 70), request(2, 70))
+    assert scheduler.plan().ahead == ()

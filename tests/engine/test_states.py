@@ -44,13 +44,6 @@ def test_parts_have_a_place_for_every_layer_and_slot_and_the_scratch_slot() -> N
     assert table.positions.tolist() == [0] * 5
 
 
-def test_growing_parts_count_by_the_token_and_have_no_place_in_this_table() -> None:
-    spec = StateSpec(2, (StatePart("keys", (6,), kind=PartKind.GROWING), StatePart("shift", (4,))))
-    assert spec.slot_bytes == 2 * 16
-    with pytest.raises(StateError, match="'keys' grows"):
-        StateTable(spec, 1)
-
-
 def test_every_slot_is_given_once_and_never_the_scratch_slot() -> None:
     table = StateTable(SPEC, 3)
     slots = [table.allocate() for _ in range(3)]

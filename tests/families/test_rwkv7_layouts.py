@@ -262,11 +262,11 @@ def test_gguf_metadata_that_is_not_implemented_is_named(options: dict[str, Any],
 
 
 def test_another_packing_is_refused_by_tensor_and_type(tmp_path: Path) -> None:
-    path = save_gguf(tmp_path / "m.gguf", SHAPE, random_rwkv7(SHAPE, seed=1), "Q5_0")
-    message = r"token_embd\.weight in .* is of the type Q5_0; kittiwake reads F32, F16, BF16 and Q8_0"
+    path = save_gguf(tmp_path / "m.gguf", SHAPE, random_rwkv7(SHAPE, seed=1), "MXFP4")
+    message = r"token_embd\.weight in .* is of the type MXFP4; kittiwake reads F32, F16, BF16, Q8_0"
     with pytest.raises(ModelError, match=message):
         load(path)
-    with open_checkpoint(path) as source, pytest.raises(CheckpointError, match="of the type Q5_0"):
+    with open_checkpoint(path) as source, pytest.raises(CheckpointError, match="of the type MXFP4"):
         source.read("token_embd.weight")
 
 

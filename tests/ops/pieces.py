@@ -11,6 +11,13 @@ import numpy as np
 from kittiwake.ops.packed import Packed
 
 THREADS = (1, 2, 3, 5, 7)
+SPARE = 3
+"""Rows of a buffer beyond those of the batch."""
+
+
+def spared(array: np.ndarray) -> np.ndarray:
+    """The rows in a buffer that has SPARE more, of NaN: whoever reads or writes them shows."""
+    return np.concatenate([array, np.full((SPARE, *array.shape[1:]), np.nan, np.float32)])
 
 
 @contextmanager

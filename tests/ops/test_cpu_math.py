@@ -11,7 +11,19 @@ import pytest
 import torch
 from numba import njit
 
-from kittiwake.ops.cpu_math import exp32, fma, norm_row, row_square_sum, row_sum, sigmoid32, tanh32, widen
+from kittiwake.ops.cpu_math import (
+    exp32,
+    fma,
+    norm_row,
+    rms_row,
+    row_square_sum,
+    row_sum,
+    sigmoid32,
+    silu32,
+    softplus32,
+    tanh32,
+    widen,
+)
 from kittiwake.ops.matmul.cpu import ACTIVATIONS, activate
 from tests.ops.bits import same_bits, ulps_off
 
@@ -22,6 +34,18 @@ Map = Callable[[np.ndarray], np.ndarray]
 def _exp_all(values: Any, out: Any) -> None:
     for i in range(values.shape[0]):
         out[i] = exp32(values[i])
+
+
+@njit(error_model="numpy")
+def _silu_all(values: Any, out: Any) -> None:
+    for i in range(values.shape[0]):
+        out[i] = silu32(values[i])
+
+
+@njit(error_model="numpy")
+def _softplus_all(values: Any, out: Any) -> None:
+    for i in range(values.shape[0]):
+        out[i] = softplus32(values[i])
 
 
 @njit
@@ -39,6 +63,18 @@ def _widen_all(stored: Any, out: Any) -> None:
 def exp_all(values: np.ndarray) -> np.ndarray:
     out = np.empty_like(values)
     _exp_all(values, out)
+    return out
+
+
+def silu_all(values: np.ndarray) -> np.ndarray:
+    out = np.empty_like(values)
+    _silu_all(values, out)
+    return out
+
+
+def softplus_all(values: np.ndarray) -> np.ndarray:
+    out = np.empty_like(values)
+    _softplus_all(values, out)
     return out
 
 
@@ -111,6 +147,30 @@ def test_sigmoid_and_tanh_of_the_ends_of_the_range() -> None:
     assert np.isnan(sigmoid_all(f32(np.nan))).all() and np.isnan(tanh_all(f32(np.nan))).all()
 
 
+@over_the_range
+def test_silu_is_within_three_units_where_it_is_normal(values: np.ndarray) -> None:
+    inside = values[values > -80]
+    exact = inside / (1 + np.exp(-inside.astype(np.float64)))
+    normal = np.abs(exact) >= 2.0**-126
+    assert ulps_off(silu_all(inside)[normal], exact[normal]).max() <= 3
+
+
+@over_the_range
+def test_softplus_is_within_three_and_a_half_units_where_it_is_normal(values: np.ndarray) -> None:
+    found, exact = softplus_all(values), np.logaddexp(0, values.astype(np.float64))
+    normal = exact >= 2.0**-126
+    assert ulps_off(found[normal], exact[normal]).max() <= 3.5
+    assert np.abs(found[~normal] - exact[~normal]).max(initial=0) < 2.0**-126
+    assert found.min() >= 0
+
+
+def test_silu_and_softplus_of_the_ends_of_the_range() -> None:
+    assert silu_all(f32(np.inf, 89, 0, -104)).tolist() == [np.inf, 89, 0, 0]
+    assert softplus_all(f32(np.inf, 1e30, 40, -104, -np.inf)).tolist() == [np.inf, f32(1e30)[0], 40, 0, 0]
+    assert softplus_all(f32(0, 20)).tolist() == f32(np.log(2), 20).tolist()
+    assert np.isnan(silu_all(f32(np.nan))).all() and np.isnan(softplus_all(f32(np.nan))).all()
+
+
 def test_relu2_squares_what_is_positive() -> None:
     squared = activation("relu2")
     assert squared(f32(3, 1e20, 0, -0.0, -2, -np.inf)).tolist() == [9, np.inf, 0, 0, 0, 0]
@@ -119,7 +179,9 @@ def test_relu2_squares_what_is_positive() -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [exp_all, sigmoid_all, tanh_all, activation("relu2")], ids="exp sigmoid tanh relu2".split()
+    "run",
+    [exp_all, sigmoid_all, tanh_all, silu_all, softplus_all, activation("relu2")],
+    ids="exp sigmoid tanh silu softplus relu2".split(),
 )
 def test_a_value_has_its_bits_at_every_place_of_a_vector(run: Map) -> None:
     """Vector lanes, their remainder and a lone value: one function."""
@@ -216,3 +278,19 @@ def test_a_norm_is_that_of_float64(size: float) -> None:
     wide = row.astype(np.float64)
     exact = (wide - wide.mean()) / np.sqrt(wide.var() + np.float32(1e-5)) * weight + bias
     np.testing.assert_allclose(found, exact, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("width", [1, 5, 8, 63, 65, 128])
+def test_an_rms_norm_is_right_and_has_its_bits_wherever_the_row_lies(width: int) -> None:
+    rng, eps = np.random.default_rng(width), np.float32(1e-6)
+    row, weight = rng.standard_normal((2, width)).astype(np.float32)
+    expected = np.empty(width, np.float32)
+    rms_row(row, weight, eps, expected)
+    exact = row.astype(np.float64) / np.sqrt(np.mean(row.astype(np.float64) ** 2) + 1e-6) * weight
+    assert ulps_off(expected, exact).max() <= 4
+    for shift in range(9):
+        buffer = np.empty(width + 9, np.float32)
+        moved = buffer[shift : shift + width]
+        moved[:] = row
+        rms_row(moved, weight, eps, moved)  # in place
+        assert same_bits(moved, expected), shift

@@ -133,7 +133,7 @@ def _sum_block(x, weight, acc, x_column, first, last, left, right):  # type: ign
 
 
 @kernel()
-def _strip(x, rows, weight, y, x_column, y_column, k_block, activation, left, right):  # type: ignore[no-untyped-def]
+def product_strip(x, rows, weight, y, x_column, y_column, k_block, activation, left, right):  # type: ignore[no-untyped-def]
     """One strip of columns of one product, all rows: weight [K, left:right] → y[:, y_column + left : y_column + right]."""
     depth = weight.shape[0]
     columns = right - left
@@ -171,7 +171,7 @@ def group_product(x, rows, weights, table, shares, y, strip):  # type: ignore[no
                 left = shares[share, 2]
                 while left < shares[share, 3]:
                     right = min(left + strip, shares[share, 3])
-                    _strip(x, rows, weight, y, row[0], row[4], row[5], row[6], left, right)
+                    product_strip(x, rows, weight, y, row[0], row[4], row[5], row[6], left, right)
                     left = right
 
 

@@ -22,7 +22,7 @@ _SMALLEST_NORM = np.float32(1e-12)
 
 
 @kernel()
-def _read_state(state, a, sa):  # type: ignore[no-untyped-def]
+def read_state(state, a, sa):  # type: ignore[no-untyped-def]
     """sa [V] = a [K] times state [K, V], four keys at a time in one chain."""
     keys = state.shape[0]
     for v in range(sa.shape[0]):
@@ -52,7 +52,7 @@ def _update_row(row, decay, b, k, r, sa, values, y):  # type: ignore[no-untyped-
 @kernel()
 def _step(state, r, w, k, v, a, b, sa, y):  # type: ignore[no-untyped-def]
     """One token of one head: state [K, V] updated, y [V] written; sa [V] is scratch."""
-    _read_state(state, a, sa)
+    read_state(state, a, sa)
     for i in range(y.shape[0]):
         y[i] = _ZERO
     for i in range(state.shape[0]):

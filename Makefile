@@ -6,6 +6,7 @@
 #   MODEL=                a bundle or checkpoint; left out, the packaged model
 #   PROMPT=…              what `make run` asks; RUN_ARGS adds options of `kittiwake run`
 #   PYTEST_ARGS=          options of pytest, such as "-m 'not slow'"
+#   TEST_PROCESSES=2      how many processes share the test files
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -14,6 +15,7 @@ MODEL ?=
 PROMPT ?= It was a dark night, and the old house by the sea
 RUN_ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -41,7 +43,7 @@ bench: $(VENV)/.installed
 	@$(BIN)/kittiwake bench $(MODEL)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 # All three run, so that one report shows everything there is to mend.
 check: $(VENV)/.installed-dev

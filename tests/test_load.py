@@ -251,7 +251,8 @@ def test_loading_takes_private_memory_for_the_model_and_one_tensor(large: tuple[
     widened = 2 if dtype == "fp32" else 1
     assert 0.9 * widened * total < found["weights"] <= widened * total
     assert found["end"] > 0.9 * found["weights"]  # the measure works
-    assert found["peak"] <= 1.3 * widened * total + widened * tensor
+    # the largest tensor in float32: as it is taken, or as a wide product reads it, where the probe found that faster
+    assert found["peak"] <= 1.3 * widened * total + 2 * tensor
 
 
 # Where a model runs

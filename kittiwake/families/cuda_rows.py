@@ -38,8 +38,6 @@ PROMPT_BUCKETS = (
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32)
 _RING = 16
 _COUNTING = np.arange(DECODE_BUCKETS[-1] + 1)
-FROM_DEVICE = -1
-"""A token id that stands for: the one drawn last for this slot."""
 
 
 @dataclass(frozen=True)

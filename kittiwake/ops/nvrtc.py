@@ -15,12 +15,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kittiwake.device import cache_dir
 from kittiwake.errors import DeviceError
 
 _FLAGS = ("--std=c++17", "--fmad=false")
 """Contraction is off: a fused multiply-add stands where the source says ``fmaf``, so fused kernels round as unfused ones."""
 
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""What sources know a type of activations by: DT."""
 _current = threading.local()
 
 
@@ -64,8 +68,6 @@ class CudaKernel:
     """One function of a compiled module, for the current CUDA device."""
 
     def __init__(self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0) -> None:
-        import torch
-
         major, minor = torch.cuda.get_device_capability()
         code = _compiled(source, tuple(defines), f"sm_{major}{minor}")
         torch.zeros(1, device="cuda")  # makes the context that the module is loaded into, current in this thread
@@ -88,8 +90,6 @@ class CudaKernel:
 
         ``overlap`` lets the kernel begin before the one in front of it has ended (it must wait inside for what it reads).
         """
-        import torch
-
         driver = self._driver
         if getattr(_current, "context", None) is not self._context:
             _check(driver.cuCtxSetCurrent(self._context))  # a thread that torch has not used yet has none
@@ -118,13 +118,16 @@ class CudaKernel:
 
 def shared_memory_limit() -> int:
     """Most bytes of shared memory that a block may ask for on the current CUDA device."""
-    import torch
-
     driver = _bindings().driver
     torch.cuda.current_stream()  # makes sure that the driver is awake
     device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
     kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return int(_check(driver.cuDeviceGetAttribute(kind, device)))
+
+
+def padded_head(head_size: int) -> int:
+    """DP: channels of a head rounded up to whole warps."""
+    return -(-head_size // 32) * 32
 
 
 def is_available() -> bool:

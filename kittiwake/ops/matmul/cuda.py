@@ -8,10 +8,9 @@ from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import CudaKernel
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel
 
 ACTIVATIONS = {"none": 0, "tanh": 1, "sigmoid": 2, "relu2": 3}
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ROW_CLASSES = (1, 8, 16, 32, 64)
 """Row counts that the narrow product is compiled for; it serves up to the last."""
 MOST_ROWS = ROW_CLASSES[-1]

@@ -29,11 +29,6 @@ class Config:
     warps: int
     stages: int
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that the staged tiles take, for 2-byte elements."""
-        return (self.bm + self.bn) * self.bk * 2 * self.stages
-
 
 @triton.jit
 def _activated(x, activation, SATURATES: tl.constexpr):

@@ -7,9 +7,8 @@ from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import CudaKernel
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 AHEAD = 8
 """Tokens whose inputs a prompt's threads load ahead."""
 DECODE_CHANNELS, SCAN_CHANNELS = 128, 32

@@ -11,13 +11,12 @@ from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import CudaKernel
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, padded_head
 
 LOW_ROWS = 4
 """Sequences up to which decoding makes the low-rank product itself."""
 BEGIN_NEXT = 2
 """When decoding lets the next kernel begin: 0 when it has ended, 1 at once, 2 when the states are written."""
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _SHARED_BYTES = 96 * 1024
 """Shared memory that a block of any card from compute capability 8.0 on may have."""
 
@@ -62,11 +61,6 @@ def source() -> str:
     """The CUDA C++ text."""
     parts = (("kittiwake.ops", "base.cu"), ("kittiwake.ops", "heads.cu"), ("kittiwake.ops.wkv6", "wkv6.cu"))
     return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for package, name in parts)
-
-
-def padded_head(head_size: int) -> int:
-    """DP: channels of a head rounded up to whole warps."""
-    return -(-head_size // 32) * 32
 
 
 def defines(head_size: int, dtype: torch.dtype, kind: Kind, tiling: Tiling) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import CudaKernel, shared_memory_limit
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, padded_head, shared_memory_limit
 
 VECTORS_PER_HEAD = 6
 LOW_ROWS = 4
@@ -21,7 +21,6 @@ MOST_LOW_BYTES = 160 * 1024
 """Shared memory that their weights may take, where a card has as much."""
 BEGIN_NEXT = 2
 """When decoding lets the next kernel begin: 0 when it has ended, 1 at once, 2 when the states are written."""
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ def source() -> str:
     """The CUDA C++ text."""
     parts = (("kittiwake.ops", "base.cu"), ("kittiwake.ops", "heads.cu"), ("kittiwake.ops.wkv7", "wkv7.cu"))
     return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for package, name in parts)
-
-
-def padded_head(head_size: int) -> int:
-    """DP: channels of a head rounded up to whole warps."""
-    return -(-head_size // 32) * 32
 
 
 def defines(head_size: int, dtype: torch.dtype, tiling: Tiling) -> tuple[str, ...]:

@@ -88,7 +88,8 @@ def test_defaults_are_tiles_that_fit_any_card(dtype: torch.dtype, depth: int, gr
         assert choice.kind == "tile" and isinstance(choice.layout, Config)
         assert min(choice.layout.bm, choice.layout.bn, choice.layout.bk) >= 16
         assert choice.layout.bn <= (TILE if grouped else 2 * TILE)
-        assert choice.layout.shared_bytes * dtype.itemsize // 2 <= 99 * 1024
+        staged = (choice.layout.bm + choice.layout.bn) * choice.layout.bk * choice.layout.stages * dtype.itemsize
+        assert staged <= 99 * 1024
 
 
 def test_what_does_not_fit_a_group_is_not_run() -> None:

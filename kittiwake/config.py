@@ -52,7 +52,7 @@ class EngineConfig:
     max_rows: int = 2048
     """most rows in one step that several requests share, decode rows and prompt tokens together"""
     max_chunk: int = 4096
-    """most tokens of a prompt that is alone in a step (on a card no more than max_rows); with max_rows, bounds the workspace"""
+    """most tokens of a prompt that is alone in a step (RWKV on a card: as max_rows); with max_rows, bounds the workspace"""
     group_norm_eps: float | None = None
     """epsilon of the group norm, instead of the model's own"""
     cache_ram_bytes: int = 0

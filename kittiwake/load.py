@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -256,10 +256,10 @@ def _dtype(wanted: str, family: Family, sizes: ModelConfig, source: TensorSource
         raise UsageError("dtype fp16 needs a CUDA card; the CPU keeps weights as fp32 or bf16", "leave dtype at auto")
     if wanted != "auto":
         return wanted
-    if device == "cuda" and _mostly(source, torch.float16):
-        return "fp16"
     tables = family.table_names(source, sizes)
     found = [info for info in source.infos() if info.name not in tables]
+    if device == "cuda" and _mostly(found, torch.float16):
+        return "fp16"
     matrices = [info for info in found if len([size for size in info.shape if size > 1]) > 1]
     halves = sum(info.nbytes for info in matrices if info.dtype == torch.bfloat16)
     others = [info for info in matrices if info.dtype != torch.bfloat16]
@@ -268,9 +268,8 @@ def _dtype(wanted: str, family: Family, sizes: ModelConfig, source: TensorSource
     return "bf16" if all(_is_bfloat16(source.read(info.name)) for info in others if not info.unreadable) else "fp32"
 
 
-def _mostly(source: TensorSource, dtype: torch.dtype) -> bool:
-    """Whether most bytes of a source are of this type."""
-    infos = source.infos()
+def _mostly(infos: Sequence[TensorInfo], dtype: torch.dtype) -> bool:
+    """Whether most bytes of these tensors are of this type."""
     return 2 * sum(info.nbytes for info in infos if info.dtype == dtype) > sum(info.nbytes for info in infos)
 
 

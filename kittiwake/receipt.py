@@ -42,7 +42,7 @@ def make_receipt(loaded: Loaded, progress: Progress | None = None) -> dict[str, 
             "dtype": loaded.dtype,
             "tokenizer": loaded.tokenizer.digest(),
         },
-        **(_of_card(versions) if on_card else _of_processor(loaded, picked, versions)),
+        **(_of_card(loaded, versions) if on_card else _of_processor(loaded, picked, versions)),
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(LIBRARY_SETTINGS)},
     }
     return {**receipt, "digest": receipt_digest(receipt)}
@@ -69,18 +69,23 @@ def _of_processor(loaded: Loaded, picked: dict[str, Any], versions: dict[str, st
     }
 
 
-def _of_card(versions: dict[str, str]) -> dict[str, Any]:
-    """What runs a product on a card is no part of it: it is used only where its bits are those of the in-order sum."""
+def _of_card(loaded: Loaded, versions: dict[str, str]) -> dict[str, Any]:
+    """What runs a product on a card is no part of it: it is used only where its bits are those of the in-order sum.
+
+    The tokens of a model that cannot run ahead of the host are drawn by the host: its kernels count as well.
+    """
     import triton
 
-    from kittiwake.ops.jit import card_kernels_digest
+    from kittiwake.ops.jit import card_kernels_digest, kernels_digest
 
+    draws_here = not loaded.model.can_run_ahead
     card = find_card().card
     assert card is not None
+    processor = f"{card.name} with {processor_name()}" if draws_here else card.name
     return {
-        "device": {"kind": "cuda", "processor": card.name, "capability": card.capability, "threads": 0},
+        "device": {"kind": "cuda", "processor": processor, "capability": card.capability, "threads": 0},
         "products": [],
-        "kernels": card_kernels_digest(),
+        "kernels": card_kernels_digest() + (f" {kernels_digest()}" if draws_here else ""),
         "versions": versions | {"triton": triton.__version__, "cuda": card.torch_cuda},
     }
 

@@ -13,6 +13,7 @@ from kittiwake.bench.shapes import random_rwkv7, small
 from kittiwake.device import Card, FoundCard
 from kittiwake.errors import CheckpointError
 from kittiwake.llm import LLM
+from kittiwake.ops.jit import kernels_digest
 from kittiwake.receipt import make_receipt, receipt_digest
 from tests.models import tiny_llm
 
@@ -60,8 +61,25 @@ def test_a_card_is_told_by_name_and_its_picks_are_no_part(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         loaded.model, "describe", lambda: {"device": "cuda", "picks": [{"shape": "1x1"}]}, raising=False
     )
+    monkeypatch.setattr(loaded.model, "can_run_ahead", True)
     receipt = make_receipt(loaded)
     assert receipt["device"] == {"kind": "cuda", "processor": "NVIDIA H200", "capability": "9.0", "threads": 0}
     assert receipt["versions"]["triton"] == "3.6.0" and receipt["products"] == []
     monkeypatch.setattr("kittiwake.receipt.find_card", lambda: FoundCard(replace(card, capability="10.0")))
     assert make_receipt(loaded)["digest"] != receipt["digest"]
+
+
+def test_where_the_host_draws_for_a_card_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_llm().loaded
+    card = Card("NVIDIA H200", "9.0", 132, 1 << 37, 1 << 26, "580.1", "13.0", "13.0")
+    monkeypatch.setattr("kittiwake.receipt.find_card", lambda: FoundCard(card))
+    monkeypatch.setattr("kittiwake.receipt.processor_name", lambda: "a processor")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.setattr(loaded.model, "describe", lambda: {"device": "cuda", "picks": []}, raising=False)
+    receipts = []
+    for runs_ahead in (True, False):
+        monkeypatch.setattr(loaded.model, "can_run_ahead", runs_ahead)
+        receipts.append(make_receipt(loaded))
+    assert receipts[1]["device"]["processor"] == "NVIDIA H200 with a processor"
+    assert receipts[1]["kernels"] == f"{receipts[0]['kernels']} {kernels_digest()}"
+    assert receipts[1]["digest"] != receipts[0]["digest"]

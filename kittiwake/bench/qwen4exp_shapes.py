@@ -6,15 +6,18 @@ scores that differ, and every term of the equations moves the logits by far more
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from kittiwake.bench.draw import Draw
+from kittiwake.bench.draw import Draw, Recipe, made
 from kittiwake.families.qwen4exp.hashing import derive_head_sizes, derive_multipliers, padded_rows
 
 Tensors = dict[str, torch.Tensor]
+Recipes = dict[str, Recipe]
 _RATE_LOG = (-4.0, 2.0)
 _NORM = (-0.4, 0.4)
 _SHARDS_DIVISOR = 128
@@ -96,8 +99,11 @@ QWEN4EXP_SHAPES: dict[str, Qwen4ExpShape] = {
         ngram_row=160, ngram_base=20_000, ngram_parts=4, end_token=0,
     ),
 }  # fmt: skip
-"""One that a laptop runs, and four layers of the released geometry with a sixteenth of its experts, a small vocabulary
-and a small table."""
+QWEN4EXP_SHAPES["qwen4exp-8of48"] = replace(
+    QWEN4EXP_SHAPES["qwen4exp-4of48"], layers=8, attention_layers=(3, 7), experts=512
+)
+"""One that a laptop runs; layers of the released geometry, with a small vocabulary and a small table: four with a sixteenth
+of its experts, and eight with all of them, for a card of 80 GB or more."""
 
 
 def qwen4exp_config(shape: Qwen4ExpShape, **changes: Any) -> dict[str, Any]:
@@ -163,13 +169,21 @@ def random_qwen4exp(
     shape: Qwen4ExpShape, seed: int, dtype: torch.dtype = torch.bfloat16, prefix: str = "model."
 ) -> Tensors:
     """A random checkpoint in the names and shapes of an HF folder; the same (shape, seed) gives the same values."""
-    draw = Draw(seed, dtype)
-    tensors: Tensors = {}
+    return made(qwen4exp_recipes(shape, seed, dtype, prefix=prefix))
+
+
+def qwen4exp_recipes(
+    shape: Qwen4ExpShape, seed: int, dtype: torch.dtype, device: str = "cpu", *, prefix: str = "model."
+) -> Recipes:
+    """The same, each tensor drawn on ``device`` when it is wanted; tables, which are read from a disk, on the host."""
+    draw = Draw(seed, dtype, device)
+    tensors: Recipes = {}
     _add(tensors, draw, f"{prefix}embed_tokens.weight", (shape.vocab, shape.width), 1.0, 1)
     for layer in range(shape.layers):
         block = f"{prefix}layers.{layer}."
         if layer in shape.ngram_layers:
             _add_ngram(tensors, draw, f"{block}ple.", shape, shape.ngram_layers.index(layer))
+            _add_table(tensors, Draw(seed, dtype), f"{block}ple.", shape, shape.ngram_layers.index(layer))
         if layer in shape.attention_layers:
             _add_attention(tensors, draw, f"{block}self_attn.", shape)
         else:
@@ -182,26 +196,31 @@ def random_qwen4exp(
     return tensors
 
 
-def one_table(shape: Qwen4ExpShape, tensors: Tensors, prefix: str = "model.") -> Tensors:
+def one_table(shape: Qwen4ExpShape, recipes: Recipes, prefix: str = "model.") -> Recipes:
     """The same with every n-gram table in one tensor."""
-    whole = {name: tensor for name, tensor in tensors.items() if "ngram_embedding" not in name}
-    for layer in shape.ngram_layers:
+    whole = {name: recipe for name, recipe in recipes.items() if "ngram_embedding" not in name}
+    for rank, layer in enumerate(shape.ngram_layers):
         start = f"{prefix}layers.{layer}.ple.ple_embedding.ngram_embedding."
-        parts = [tensors[f"{start}shard_{part}.weight"] for part in range(shape.ngram_parts)]
-        whole[f"{start}weight"] = torch.cat(parts)
+        parts = [recipes[f"{start}shard_{part}.weight"] for part in range(shape.ngram_parts)]
+        size = (shape.table_rows(rank), shape.ngram_row)
+        whole[f"{start}weight"] = Recipe(size, parts[0].dtype, partial(_joined, parts))
     return whole
 
 
-def _add(tensors: Tensors, draw: Draw, name: str, shape: tuple[int, ...], gain: float, fan_in: int) -> None:
+def _joined(parts: Sequence[Recipe]) -> torch.Tensor:
+    return torch.cat([part.make() for part in parts])
+
+
+def _add(tensors: Recipes, draw: Draw, name: str, shape: tuple[int, ...], gain: float, fan_in: int) -> None:
     bound = gain * (3.0 / fan_in) ** 0.5
-    tensors[name] = draw.uniform(name, shape, -bound, bound).make()
+    tensors[name] = draw.uniform(name, shape, -bound, bound)
 
 
-def _add_norm(tensors: Tensors, draw: Draw, name: str, size: int, *, around: float = 0.0) -> None:
-    tensors[f"{name}.weight"] = draw.uniform(f"{name}.weight", (size,), around + _NORM[0], around + _NORM[1]).make()
+def _add_norm(tensors: Recipes, draw: Draw, name: str, size: int, *, around: float = 0.0) -> None:
+    tensors[f"{name}.weight"] = draw.uniform(f"{name}.weight", (size,), around + _NORM[0], around + _NORM[1])
 
 
-def _add_mix(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape, *, has_inject: bool = True) -> None:
+def _add_mix(tensors: Recipes, draw: Draw, start: str, shape: Qwen4ExpShape, *, has_inject: bool = True) -> None:
     wide = shape.streams * shape.width
     _add_norm(tensors, draw, f"{start}hc_norm", wide)
     _add(tensors, draw, f"{start}input_mix_weight_down.weight", (shape.stream_rank, wide), 4.0, wide)
@@ -210,7 +229,7 @@ def _add_mix(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape, *, 
         _add(tensors, draw, f"{start}block_inject_weight.weight", (shape.streams, wide), 3.0, wide)
 
 
-def _add_around(tensors: Tensors, draw: Draw, block: str, shape: Qwen4ExpShape) -> None:
+def _add_around(tensors: Recipes, draw: Draw, block: str, shape: Qwen4ExpShape) -> None:
     c, hidden, shared = shape.width, shape.expert_width, shape.shared_width
     for mix in ("attn", "mlp"):
         _add_mix(tensors, draw, f"{block}{mix}_hyper_connection.", shape)
@@ -223,18 +242,18 @@ def _add_around(tensors: Tensors, draw: Draw, block: str, shape: Qwen4ExpShape) 
     _add(tensors, draw, f"{block}mlp.shared_expert_gate.weight", (1, c), 1.5, c)
 
 
-def _add_delta(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape) -> None:
+def _add_delta(tensors: Recipes, draw: Draw, start: str, shape: Qwen4ExpShape) -> None:
     c, heads = shape.width, shape.value_heads
     for name, columns in (("qkv", shape.conv_width), ("z", shape.value_width), ("b", heads), ("a", heads)):
         _add(tensors, draw, f"{start}in_proj_{name}.weight", (columns, c), 1.5, c)
     _add(tensors, draw, f"{start}conv1d.weight", (shape.conv_width, 1, 4), 1.2, 4)
-    tensors[f"{start}A_log"] = draw.spread(f"{start}A_log", heads, *_RATE_LOG).to(draw.dtype)
-    tensors[f"{start}dt_bias"] = draw.uniform(f"{start}dt_bias", (heads,), -3.0, 1.0).make()
+    tensors[f"{start}A_log"] = draw.scattered(f"{start}A_log", heads, *_RATE_LOG)
+    tensors[f"{start}dt_bias"] = draw.uniform(f"{start}dt_bias", (heads,), -3.0, 1.0)
     _add_norm(tensors, draw, f"{start}norm", shape.value_size, around=1.0)
     _add(tensors, draw, f"{start}out_proj.weight", (c, shape.value_width), 1.5, shape.value_width)
 
 
-def _add_attention(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape) -> None:
+def _add_attention(tensors: Recipes, draw: Draw, start: str, shape: Qwen4ExpShape) -> None:
     c, size = shape.width, shape.head_size
     sizes = {"q": 2 * shape.heads * size, "k": shape.kv_heads * size, "v": shape.kv_heads * size}
     for name, columns in sizes.items():
@@ -248,7 +267,7 @@ def _add_attention(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShap
         _add_norm(tensors, draw, f"{start}indexer.{name}", shape.index_size)
 
 
-def _add_ngram(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape, rank: int) -> None:
+def _add_ngram(tensors: Recipes, draw: Draw, start: str, shape: Qwen4ExpShape, rank: int) -> None:
     wide, width = shape.streams * shape.width, shape.ngram_width
     _add(tensors, draw, f"{start}key_proj.weight", (wide, width), 1.5, width)
     _add(tensors, draw, f"{start}value_proj.weight", (shape.width, width), 1.5, width)
@@ -262,7 +281,11 @@ def _add_ngram(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape, r
         "ngram_heads_offsets": [sum(sizes[:head]) for head in range(len(sizes))],
     }
     for name, values in numbers.items():
-        tensors[f"{start}ple_embedding.{name}"] = torch.tensor(values, dtype=torch.int64)
+        numbers_of = partial(torch.tensor, tuple(values), dtype=torch.int64)
+        tensors[f"{start}ple_embedding.{name}"] = Recipe((len(values),), torch.int64, numbers_of)
+
+
+def _add_table(tensors: Recipes, draw: Draw, start: str, shape: Qwen4ExpShape, rank: int) -> None:
     rows = shape.table_rows(rank)
     for part in range(shape.ngram_parts):
         name = f"{start}ple_embedding.ngram_embedding.shard_{part}.weight"
@@ -270,7 +293,7 @@ def _add_ngram(tensors: Tensors, draw: Draw, start: str, shape: Qwen4ExpShape, r
         _add(tensors, draw, name, (count, shape.ngram_row), 1.0, 1)
 
 
-def _add_draft(tensors: Tensors, draw: Draw, shape: Qwen4ExpShape) -> None:
+def _add_draft(tensors: Recipes, draw: Draw, shape: Qwen4ExpShape) -> None:
     c = shape.width
     for name in ("fc_embedding", "fc_hidden"):
         _add(tensors, draw, f"mtp.{name}.weight", (c, c), 1.0, c)

@@ -11,7 +11,13 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from kittiwake.bench.draw import Recipe
-from kittiwake.bench.qwen4exp_shapes import QWEN4EXP_SHAPES, one_table, qwen4exp_config, random_qwen4exp
+from kittiwake.bench.qwen4exp_shapes import (
+    QWEN4EXP_SHAPES,
+    Qwen4ExpShape,
+    one_table,
+    qwen4exp_config,
+    qwen4exp_recipes,
+)
 from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, Rwkv4Shape, rwkv4_recipes
 from kittiwake.bench.rwkv56_shapes import (
     RWKV5_SHAPES,
@@ -27,15 +33,15 @@ from kittiwake.config import EngineConfig
 from kittiwake.errors import CheckpointError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.families.registry import family_named
-from kittiwake.load import Loaded, choose_device, load_source, load_tensors
+from kittiwake.load import Loaded, choose_device, load_source
 
 STORED = torch.bfloat16
 """How random weights are stored, as published ones are: float16 and float32 hold the same values."""
 
-AnyShape = Rwkv4Shape | Rwkv5Shape | Rwkv6Shape | Rwkv7Shape
+AnyShape = Rwkv4Shape | Rwkv5Shape | Rwkv6Shape | Rwkv7Shape | Qwen4ExpShape
 Shape = TypeVar("Shape", bound=AnyShape)
-ALL_SHAPES: dict[str, AnyShape] = {**SHAPES, **RWKV4_SHAPES, **RWKV5_SHAPES, **RWKV6_SHAPES}
-"""Every published shape by name: RWKV-7 by size alone, the others with their version in front."""
+ALL_SHAPES: dict[str, AnyShape] = {**SHAPES, **RWKV4_SHAPES, **RWKV5_SHAPES, **RWKV6_SHAPES, **QWEN4EXP_SHAPES}
+"""Every published shape by name: RWKV-7 by size alone, the others with their family in front."""
 
 
 def recipes_of(shape: AnyShape, seed: int, device: str = "cpu") -> dict[str, Recipe]:
@@ -46,16 +52,19 @@ def recipes_of(shape: AnyShape, seed: int, device: str = "cpu") -> dict[str, Rec
         return rwkv5_recipes(shape, seed, STORED, device)
     if isinstance(shape, Rwkv6Shape):
         return rwkv6_recipes(shape, seed, STORED, device)
+    if isinstance(shape, Qwen4ExpShape):
+        return one_table(shape, qwen4exp_recipes(shape, seed, STORED, device))
     return rwkv7_recipes(shape, seed, STORED, device)
 
 
 def family_of(shape: AnyShape) -> str:
     """The name of the family that runs this shape."""
-    return {Rwkv4Shape: "rwkv4", Rwkv5Shape: "rwkv5", Rwkv6Shape: "rwkv6", Rwkv7Shape: "rwkv7"}[type(shape)]
+    names: dict[type, str] = {Rwkv4Shape: "rwkv4", Rwkv5Shape: "rwkv5", Rwkv6Shape: "rwkv6", Rwkv7Shape: "rwkv7"}
+    return (names | {Qwen4ExpShape: "qwen4exp"})[type(shape)]
 
 
 class RandomWeights(Mapping[str, torch.Tensor], Generic[Shape]):
-    """Random tensors under BlinkDL's names, drawn on ``device`` each time one is asked for: never all there at once."""
+    """Random tensors under published names, drawn on ``device`` each time one is asked for: never all there at once."""
 
     def __init__(self, shape: Shape, seed: int = 0, device: str = "cpu") -> None:
         self.shape, self.seed, self.device = shape, seed, device
@@ -78,11 +87,14 @@ class RandomSource:
     """Random weights as an open checkpoint."""
 
     format = "memory"
-    config: Mapping[str, object] | None = None
 
     def __init__(self, weights: RandomWeights[Any], name: str) -> None:
         self.path = Path(name)
         self.weights = weights
+        shape = weights.shape
+        self.config: Mapping[str, Any] | None = None
+        if isinstance(shape, Qwen4ExpShape):
+            self.config = qwen4exp_config(shape)
 
     def infos(self) -> list[TensorInfo]:
         """Every tensor; none is drawn."""
@@ -115,7 +127,7 @@ class RandomSource:
 def shape_named(name: str) -> AnyShape:
     """The published shape of a name. Raises UsageError for one that is not known."""
     if name not in ALL_SHAPES:
-        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join([*ALL_SHAPES, *QWEN4EXP_SHAPES])}")
+        raise UsageError(f"there is no shape {name!r}", f"known shapes: {', '.join(ALL_SHAPES)}")
     return ALL_SHAPES[name]
 
 
@@ -129,10 +141,6 @@ def random_weights(shape: str, config: EngineConfig, seed: int = 0) -> RandomWei
 
 def load_random(shape: str, config: EngineConfig, progress: Progress | None = None, seed: int = 0) -> Loaded:
     """Random weights of a shape, kept as ``config.dtype`` says ("auto": bf16, as published ones are)."""
-    if shape in QWEN4EXP_SHAPES:
-        sizes = QWEN4EXP_SHAPES[shape]
-        tensors, settings = one_table(sizes, random_qwen4exp(sizes, seed, STORED)), qwen4exp_config(sizes)
-        return load_tensors(tensors, config, progress=progress, name=f"random {shape}", settings=settings)
     return load_shape(shape_named(shape), config, progress, seed, name=f"random {shape}")
 
 

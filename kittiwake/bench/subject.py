@@ -47,8 +47,8 @@ class Subject:
         return self.model.forward(batch, self.states)
 
     def call(self, batch: Batch) -> Callable[[], object]:
-        """One forward as the clock sees it: over when it returns, its logits left where the model runs."""
-        if self.device == "cpu":
+        """One forward as the clock sees it: over when it returns, its logits where tokens are drawn from them."""
+        if self.device == "cpu" or not self.model.can_run_ahead:  # whose tokens the host draws, from logits that it has
             return lambda: self.model.forward(batch, self.states)
         model = cast(_OnCard, self.model)
 

@@ -96,10 +96,10 @@ def describe_loaded(loaded: Loaded) -> dict[str, Any]:
 def describe_proof(picked: dict[str, Any]) -> dict[str, Any]:
     """How many shapes of products the load-time probe found equal bit for bit in all that was to run them, and which not.
 
-    A model on the CPU tells them as ``products``: torch and our kernel. One on a card tells them as ``picks``, what was
-    replaced by the in-order kernel among them.
+    A model on the CPU tells them as ``products``: torch and our kernel. One on a card tells them as ``picks`` and
+    ``experts``, what was replaced by the in-order kernel, or the narrow tiling, among them.
     """
-    products, picks = picked.get("products", ()), picked.get("picks", ())
+    products, picks = picked.get("products", ()), (*picked.get("picks", ()), *picked.get("experts", ()))
     unproved: list[Any] = [[row["depth"], row["columns"]] for row in products if not row["wide_from"]]
     unproved += [row["shape"] for row in picks if row["replaced"]]
     shapes = len(products) + len(picks)
@@ -276,8 +276,9 @@ def report_text(report: dict[str, Any]) -> str:
         model = _readable(report["model"])
         if "products" in model["picked"]:
             model["picked"]["products"] = [_product_row(row) for row in model["picked"]["products"]]
-        if "picks" in model["picked"]:
-            model["picked"]["picks"] = [_pick_row(row) for row in model["picked"]["picks"]]
+        for kind in ("picks", "experts"):
+            if kind in model["picked"]:
+                model["picked"][kind] = [_pick_row(row) for row in model["picked"][kind]]
         sections["model"] = model
     lines = [outline(sections)]
     lines += [f"advice: {sentence}" for sentence in report["warnings"]] or ["nothing to advise"]
@@ -285,9 +286,10 @@ def report_text(report: dict[str, Any]) -> str:
 
 
 def _pick_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One shape on a card: what runs it up to how many rows, choices that follow each other and are equal told once."""
+    """One shape on a card: what runs it up to how many rows (experts: up to how many pairs of a row and an expert, for
+    each expert), choices that follow each other and are equal told once."""
     told: list[tuple[str, str]] = []
-    for rows, choice in row["up_to_rows"].items():
+    for rows, choice in (row.get("up_to_rows") or row["up_to_pairs_an_expert"]).items():
         if told and told[-1][1] == choice:
             told.pop()
         told.append((rows, choice))

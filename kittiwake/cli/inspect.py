@@ -245,6 +245,7 @@ def _describe_bundle(bundle: Bundle) -> dict[str, Any]:
 _MORE_MEMORY = {
     "state_per_token_bytes": "and of each of its tokens",
     "workspace_bytes": "to work in, for max_chunk rows",
+    "card_workspace_bytes": "to work in on a card",
     "table_bytes": "table that stays on disk",
 }
 """What a family whose states grow, or that reads a table, says beside the rest."""

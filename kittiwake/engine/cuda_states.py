@@ -11,7 +11,8 @@ from kittiwake.engine.states import NO_PAGE, PartKind, StatePart, StateSpec, Sta
 
 
 class CudaStateTable(StateTable):
-    """``part(name)`` is a tensor on the device; every verb is enqueued on the current stream.
+    """``part(name)`` is a tensor on the device, or an array of numpy for a part that lies on the host; every verb is
+    enqueued on the current stream.
 
     Copies made by :meth:`save` are numpy arrays, the same as those of a table in host memory.
     """
@@ -26,11 +27,15 @@ class CudaStateTable(StateTable):
         self._rooms: dict[str, torch.Tensor] = {}
         self.graphs: dict[Any, Any] = {}
         """Captured graphs that read and write these very tensors; the model that captures them keeps them here."""
+        self.attached: dict[str, Any] = {}
+        """What else a model keeps beside these states: room to work in whose size follows from the table's."""
         self.pool: Any = None
         """The memory pool of those graphs."""
 
-    def _make(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+    def _make(self, part: StatePart, shape: tuple[int, ...]) -> Any:
+        if part.on_host:
+            return super()._make(part, shape)
+        return torch.zeros(shape, dtype=getattr(torch, part.dtype), device=self.device)
 
     def _take_pages(self, slot: int, count: int) -> None:
         super()._take_pages(slot, count)
@@ -50,6 +55,8 @@ class CudaStateTable(StateTable):
 
     def _copy(self, part: StatePart, slot: int, position: int) -> np.ndarray:
         """A part of a slot in host memory, as it is once everything enqueued has run."""
+        if part.on_host:
+            return super()._copy(part, slot, position)
         array = self._arrays[part.name]
         if part.kind is not PartKind.GROWING:
             copied: np.ndarray = array[:, slot].to("cpu", copy=True).numpy()
@@ -60,6 +67,9 @@ class CudaStateTable(StateTable):
         return saved
 
     def _write(self, part: StatePart, slot: int, values: np.ndarray, position: int) -> None:
+        if part.on_host:
+            super()._write(part, slot, values, position)
+            return
         array = self._arrays[part.name]
         if part.kind is not PartKind.GROWING:
             array[:, slot].copy_(torch.from_numpy(np.ascontiguousarray(values)))

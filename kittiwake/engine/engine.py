@@ -71,7 +71,7 @@ class Engine:
         self._flight: Flight | None = None
         # on a device the host reads tokens a step late, when a slot has eaten one more: answers' states are not kept
         self._reuse = Reuse(self.runner.states, cache, answers=self._device is None)
-        alone = max_chunk if model.device == "cpu" else min(max_chunk, max_rows)
+        alone = max_chunk if self._device is None else min(max_chunk, max_rows)
         self._scheduler = Scheduler(self.runner.states, prefill_chunk, max_rows, self._reuse, alone)
         self._totals = Totals()
         self._deadlines: list[tuple[float, int]] = []

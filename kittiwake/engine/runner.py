@@ -1,4 +1,4 @@
-"""Batch → forward. On a device the model replays captured graphs, and drawing stays there too."""
+"""Batch → forward. On a device the model replays captured graphs, and where it can run ahead drawing stays there too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kittiwake.errors import RequestError
 from kittiwake.families.contract import Model
 
 if TYPE_CHECKING:
-    from kittiwake.engine.device_steps import DeviceSteps
+    from kittiwake.engine.device_steps import DeviceSteps, DrawableModel
 
 
 class Runner:
@@ -25,11 +25,14 @@ class Runner:
         self.states = new_states(model, slots, growing_bytes)
 
     def device_steps(self, never: Sequence[int]) -> DeviceSteps | None:
-        """What launches steps where the model is on a device, its graphs captured; None on the CPU."""
+        """What launches steps where the model can run ahead of the host; None where each waits for the one before.
+
+        On a device the graphs of every count of decoding sequences are captured now.
+        """
         if self.model.device == "cpu":
             return None
         from kittiwake.engine.cuda_states import CudaStateTable
-        from kittiwake.engine.device_steps import DeviceSteps, DrawableModel
+        from kittiwake.engine.device_steps import DeviceSteps
 
         model: DrawableModel = self.model  # type: ignore[assignment]
         assert isinstance(self.states, CudaStateTable)
@@ -37,6 +40,8 @@ class Runner:
             f"the graphs and rooms of {self.states.slots} slots", "take fewer slots, or a 16-bit dtype"
         ):
             model.capture_decoding(self.states)
+            if not self.model.can_run_ahead:
+                return None
             return DeviceSteps(model, self.states, self.model.config.vocab_size, never)
 
     def run(self, batch: Batch) -> np.ndarray:

@@ -57,6 +57,8 @@ class StatePart:
     """In how many layers it is; None is all. Which ones, the family knows."""
     every: int = 1
     """A growing part has a row for each so many tokens, from when all of them were seen."""
+    on_host: bool = False
+    """Whether it lies in host memory on every device, because the host itself reads it before a forward."""
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +167,7 @@ class StateTable:
         self.slots = slots
         self.positions = np.zeros(slots + 1, dtype=np.int64)
         self.total_pages = pages if spec.growing else 0
-        self._arrays = {part.name: self._make(self._shape(part), part.dtype) for part in spec.parts}
+        self._arrays = {part.name: self._make(part, self._shape(part)) for part in spec.parts}
         for part in spec.parts:
             if part.fill and part.kind is not PartKind.GROWING:  # zeros take no memory before they are written to
                 self._arrays[part.name][...] = part.fill
@@ -183,9 +185,9 @@ class StateTable:
             return (layers, self.total_pages, self.spec.page_tokens // part.every, *part.shape)
         return (layers, self.slots + 1, *part.shape)
 
-    def _make(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An array of zeros where the table lives."""
-        return np.zeros(shape, dtype=dtype)
+    def _make(self, part: StatePart, shape: tuple[int, ...]) -> Any:
+        """An array of zeros where the part lives."""
+        return np.zeros(shape, dtype=part.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -376,6 +378,14 @@ def growing_budget(spec: StateSpec, slots: int, wanted_bytes: int, free_bytes: i
     return max(spec.page_bytes, min(free // 2, most))
 
 
+def _free_on_card() -> int:
+    """Bytes of the card that nobody uses, those among them that torch keeps from tables of before."""
+    import torch
+
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
 def new_states(model: Model, slots: int, growing_bytes: int = -1) -> StateTable:
     """A state table for a model, where the model lives. ``growing_bytes`` is the budget of what grows with the length, -1
     half of the memory that is free.
@@ -406,7 +416,7 @@ def new_states(model: Model, slots: int, growing_bytes: int = -1) -> StateTable:
 
     from kittiwake.engine.cuda_states import CudaStateTable
 
-    each, free = spec.slot_bytes, torch.cuda.mem_get_info()[0] if spec.growing else 0
+    each, free = spec.slot_bytes, _free_on_card() if spec.growing else 0
     budget = growing_budget(spec, slots, growing_bytes, free)
     what = f"{slots} slots of {each:,} bytes each" + (f" and {budget:,} bytes of pages" if budget else "")
     with device_memory_for(f"{what} beside the model", "take fewer slots"):

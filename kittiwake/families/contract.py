@@ -79,6 +79,9 @@ class Model(Protocol):
     state_spec: StateSpec
     device: str
     """"cpu" or "cuda": where weights and states live."""
+    can_run_ahead: bool
+    """Whether a step can be launched that eats tokens which only the device knows yet: what a card with it offers stands
+    in engine/device_steps.py. A model that needs the tokens themselves on the host cannot."""
 
     @property
     def weight_bytes(self) -> int:

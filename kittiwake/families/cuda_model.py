@@ -47,6 +47,14 @@ Copies = Callable[[int, torch.Tensor, Addend | None], None]
 """Takes what enters a layer: its number, the residual stream, and what is yet to be added to it."""
 
 
+def check_weights(name: str, tensor: torch.Tensor, element: torch.dtype) -> None:
+    """Raise ModelError for weights that are not finite, or that the element type cannot hold."""
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
+        raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+    if element == torch.float16 and float(tensor.abs().max()) > 65504:
+        raise ModelError(f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32")
+
+
 class CudaModel(ABC):
     """A recurrent model on one CUDA device: float32 residual stream and states, products in ``dtype``."""
 
@@ -55,6 +63,7 @@ class CudaModel(ABC):
         width, vocab, eps = config.width, config.vocab_size, float(config.extra["norm_eps"])
         self._missing = set(shapes)
         self.device = "cuda"
+        self.can_run_ahead = True
         self.dtype = dtype
         self.element = DTYPES[dtype]
         self.width, self.vocab, self.eps = width, vocab, eps
@@ -121,7 +130,7 @@ class CudaModel(ABC):
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; weights that are not finite or do not fit the dtype are refused by name."""
-        self.check_finite(name, tensor)
+        check_weights(name, tensor, self.element)
         self._missing.discard(name)
         if name == "embedding.weight":
             self.embedding.copy_(tensor)
@@ -150,15 +159,6 @@ class CudaModel(ABC):
     @abstractmethod
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
-
-    def check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ModelError for weights that are not finite, or that ``dtype`` cannot hold."""
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-            raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
-        if self.element == torch.float16 and float(tensor.abs().max()) > 65504:
-            raise ModelError(
-                f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32"
-            )
 
     # -- running
 

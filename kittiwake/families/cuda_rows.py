@@ -153,15 +153,50 @@ def shape_of(piece: Piece, most_rows: int) -> tuple[Shape, bool]:
     return Shape(False, padded, many, many), True
 
 
-class RowBuffer:
-    """The metadata on the device, at a fixed address, filled by one copy a launch from pinned memory."""
+class SentRows:
+    """Rows on the device, at a fixed address, filled by one copy a launch from pinned memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, turns: int) -> None:
+        """``turns``: how many copies the host may be ahead of the device."""
+        self._device = torch.zeros(shape, dtype=dtype, device=device)
+        host = [torch.zeros(shape, dtype=dtype) for _ in range(turns)]
+        if device.type == "cpu":  # what was copied is there at once
+            self._ring: list[tuple[torch.Tensor, torch.cuda.Event | None]] = [(tensor, None) for tensor in host]
+        else:
+            self._ring = [(tensor.pin_memory(), torch.cuda.Event()) for tensor in host]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._device.nbytes
+
+    def sent(self, rows: int) -> torch.Tensor:
+        """The first rows on the device."""
+        return self._device[:rows]
+
+    def next(self) -> torch.Tensor:
+        """Where the host writes what it sends next."""
+        self._turn = (self._turn + 1) % len(self._ring)
+        tensor, event = self._ring[self._turn]
+        if event is not None:
+            event.synchronize()  # the copy that last used it has long run, unless the host is far ahead
+        return tensor
+
+    def send(self, rows: int) -> None:
+        """Copy the first rows of what :meth:`next` gave."""
+        tensor, event = self._ring[self._turn]
+        self._device[:rows].copy_(tensor[:rows], non_blocking=True)
+        if event is not None:
+            event.record()
+
+
+class RowBuffer(SentRows):
+    """The metadata of a launch on the device."""
 
     def __init__(self, most_rows: int, device: torch.device) -> None:
         most = max(most_rows, DECODE_BUCKETS[-1])
-        self._device = torch.zeros(_length(Shape(False, most, most, most)), dtype=torch.int32, device=device)
-        pinned = [torch.zeros_like(self._device, device="cpu").pin_memory() for _ in range(_RING)]
-        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]  # type: ignore[no-untyped-call]
-        self._turn = 0
+        super().__init__((_length(Shape(False, most, most, most)),), torch.int32, device, _RING)
 
     def views(self, shape: Shape) -> Rows:
         """Where a launch of this shape reads."""
@@ -174,9 +209,7 @@ class RowBuffer:
 
     def fill(self, piece: Piece, shape: Shape) -> None:
         """Send a piece, padded to ``shape``: spare rows belong to nobody, spare sequences are empty, in the scratch slot."""
-        tensor, array, event = self._ring[self._turn]
-        self._turn = (self._turn + 1) % _RING
-        event.synchronize()  # the copy that last used it has long run, unless the host is far ahead
+        array = self.next().numpy()
         rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
         length = _length(shape)
         array[:length] = 0
@@ -194,23 +227,18 @@ class RowBuffer:
             starts[: sequences + 1] = piece.starts
             starts[sequences + 1 :] = rows
             want[:wanted] = piece.want
-        self._device[:length].copy_(tensor[:length], non_blocking=True)
-        event.record()
+        self.send(length)
 
     def fill_decoding(self, batch: Batch, shape: Shape) -> None:
         """The same for a batch of one row a sequence, all wanted: the commonest by far."""
-        tensor, array, event = self._ring[self._turn]
-        self._turn = (self._turn + 1) % _RING
-        event.synchronize()
+        array = self.next().numpy()
         rows, size = batch.rows, shape.rows
         ids, owners, starts, slots, want = _split(array, shape)
         ids[:rows], ids[rows:] = batch.token_ids, 0
         slots[:rows], slots[rows:] = batch.slots, SCRATCH_SLOT
         starts[:] = _COUNTING[: size + 1]
         owners[:] = want[:] = _COUNTING[:size]
-        length = _length(shape)
-        self._device[:length].copy_(tensor[:length], non_blocking=True)
-        event.record()
+        self.send(_length(shape))
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:

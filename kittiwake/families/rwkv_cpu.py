@@ -117,6 +117,7 @@ class RwkvCpuModel(ABC, Generic[Layer]):
     ) -> None:
         """``shapes`` are the canonical tensors: matrices are products, but for the embedding, vectors are a layer's."""
         self.config, self.state_spec, self.device = config, state_spec, "cpu"
+        self.can_run_ahead = False
         self.dtype, self.threads = dtype, threads
         self._eps = np.float32(config.extra["norm_eps"])
         matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name != "embedding.weight"}

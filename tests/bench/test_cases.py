@@ -111,7 +111,7 @@ class CardModel(SumModel):
 
     def __init__(self, log: list[str], **leaks: float) -> None:
         super().__init__(**leaks)
-        self.device, self.log = "cuda", log
+        self.device, self.can_run_ahead, self.log = "cuda", True, log
 
     def forward_on_device(self, batch: Batch, states: StateTable) -> torch.Tensor:
         self.log.append("forward")
@@ -131,6 +131,14 @@ def test_on_a_card_every_timed_call_waits_for_its_end(card_log: list[str]) -> No
     (figures,) = measure_cases(Subject(CardModel(card_log), 2), [Case(2, 3)], 0, ONCE)
     assert figures.samples == 3
     assert card_log == ["forward", "wait"] * 5  # twice to warm up
+
+
+def test_a_model_whose_tokens_the_host_draws_is_timed_with_its_logits_there(card_log: list[str]) -> None:
+    model = CardModel(card_log)
+    model.can_run_ahead = False
+    subject = Subject(model, 2)
+    logits = subject.call(subject.pack([[1, 2], [3, 4]]))()
+    assert isinstance(logits, np.ndarray) and len(logits) == 2 and card_log == []
 
 
 def test_on_a_card_splits_are_checked_before_anything_is_timed(card_log: list[str]) -> None:

@@ -199,6 +199,21 @@ def test_picks_on_a_card_are_told_with_reasons_and_memory() -> None:
         assert part in text
 
 
+def test_tilings_of_experts_are_told_beside_the_picks() -> None:
+    row = {"up_to_pairs_an_expert": {"8": "16x32", "24": "32x32", "more": "32x32"}, "reason": "default; bits proved"}
+    experts = [
+        {"shape": "10 of 512 experts 2560x640", "replaced": []} | row,
+        {"shape": "2 of 8 experts 32x12", "replaced": ["128x64 for more pairs an expert"]} | row,
+    ]
+    picked = PICKED | {"experts": experts}
+    proof = describe_proof(picked)
+    assert proof == {"shapes": 4, "equal_bits": 2, "own_kernel_only": ["8192x2048", "2 of 8 experts 32x12"]}
+    report = {"machine": GOOD_MACHINE | {"memory_bytes": 1 << 30, "packages": {}}, "card": H200, "kernel_languages": []}
+    model = CARD_MODEL | {"picked": picked, "proved": proof}
+    text = report_text(report | {"versions": [], "runtime": {}, "model": model, "warnings": []})
+    assert "8: 16x32, more: 32x32" in text and "128x64 for more pairs an expert" in text
+
+
 @pytest.mark.parametrize(
     ("change", "card", "word"),
     [

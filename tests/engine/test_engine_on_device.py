@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kittiwake.engine.engine import Engine
 from kittiwake.engine.prefix import PrefixCache
 from kittiwake.engine.request import SamplingParams
 from tests.engine.drive import Outcome, ask, finish, make_engine, prompt_of
 from tests.engine.late_device import use_late_device
+from tests.tiny import tiny_model
 
 
 def _params(rng: np.random.Generator, tokens: int = 0) -> SamplingParams:
@@ -115,3 +117,16 @@ def test_samples_of_a_prompt_and_the_cache_give_the_same(monkeypatch: pytest.Mon
     for _ in range(2):
         assert [one.tokens for one in finish(engine, *engine.add_samples(prompt_of(40), params))] == expected
     assert cache.stats().hits
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_lone_prompt_is_as_long_as_its_own_limit_where_the_host_is_not_behind(
+    runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runs_ahead:
+        use_late_device(monkeypatch)
+    loaded, rows = tiny_model(), list[int]()
+    engine = Engine(loaded.model, loaded.tokenizer, slots=2, prefill_chunk=0, max_rows=8, max_chunk=32)
+    engine.observer = lambda report: rows.append(report.rows)
+    ask(engine, prompt_of(30), SamplingParams(max_tokens=1, temperature=0.0))
+    assert rows[0] == (8 if runs_ahead else 30)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -125,15 +123,12 @@ def test_shapes_of_pieces(
 
 
 @pytest.fixture
-def buffer(monkeypatch: pytest.MonkeyPatch) -> RowBuffer:
-    """One in host memory; there is neither pinned memory nor an event without a card."""
-    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+def buffer() -> RowBuffer:
+    """One in host memory: there is neither pinned memory nor an event without a card."""
     made = RowBuffer(600, torch.device("cpu"))
     made._device.fill_(-77)
-    for _, array, _ in made._ring:
-        array[:] = -77  # what an earlier, longer launch left
+    for tensor, _ in made._ring:
+        tensor.fill_(-77)  # what an earlier, longer launch left
     return made
 
 

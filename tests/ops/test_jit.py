@@ -55,6 +55,13 @@ def test_another_version_of_the_compiler_changes_the_digest(
     assert digest_of(cpu_math="one") != first
 
 
+def test_every_kernel_of_a_card_is_in_the_digest_of_cards() -> None:
+    """And in no other: a file whose name is not known would count as a kernel of the CPU."""
+    folder = Path(jit.__file__).parent
+    found = {path.name for path in folder.rglob("*.py") if "import triton" in path.read_text(encoding="utf-8")}
+    assert found and found <= set(jit._OF_CARDS)
+
+
 def compute_exp(cache: str) -> float:
     environment = {**os.environ, "KITTIWAKE_CACHE": cache}
     done = subprocess.run([sys.executable, "-c", EXP], env=environment, capture_output=True, text=True, check=True)

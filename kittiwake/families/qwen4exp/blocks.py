@@ -182,12 +182,17 @@ def _delta_sizes(g: Geometry) -> dict[str, int]:
     return {"qkv": g.conv_width, "gate": g.value_width, "decay": g.value_heads, "beta": g.value_heads}
 
 
+def frequencies(g: Geometry) -> torch.Tensor:
+    """Float32 [rotated pairs]: the angle by which each turns from one position to the next."""
+    pairs = torch.arange(0, g.rotary_size, 2, dtype=torch.int64).float() / g.rotary_size
+    return 1.0 / (g.rope_theta**pairs)
+
+
 class Rotation:
     """Angles of the rotated pairs, and their table for the rows of a forward."""
 
     def __init__(self, g: Geometry) -> None:
-        pairs = torch.arange(0, g.rotary_size, 2, dtype=torch.int64).float() / g.rotary_size
-        self._frequencies = (1.0 / (g.rope_theta**pairs)).numpy()
+        self._frequencies = frequencies(g).numpy()
         self._ratio = g.index_ratio
 
     def __call__(self, rows: Rows) -> RotaryRows:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.checkpoints.row_table import RowTable, unpacked_table
+from kittiwake.engine.states import MOST_TOKENS
 from kittiwake.errors import BundleError, CheckpointError, ModelError
 from kittiwake.families.contract import Model, ModelConfig, Progress
 from kittiwake.families.qwen4exp import config as hf_config
@@ -20,6 +21,10 @@ from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.families.rwkv_family import SIZES
 from kittiwake.families.rwkv_names import check_tensor, listed
 
+if TYPE_CHECKING:
+    from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
+    from kittiwake.families.qwen4exp.model import Qwen4ExpModel
+
 _ROW_KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -27,7 +32,7 @@ class Qwen4ExpFamily:
     """See :class:`kittiwake.families.contract.Family`."""
 
     name = FAMILY
-    devices: tuple[str, ...] = ("cpu",)
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
     def recognises(self, source: TensorSource) -> bool:
         """An HF folder is told by its mixers of streams, a GGUF file by its architecture."""
@@ -129,6 +134,7 @@ class Qwen4ExpFamily:
             "state": spec.slot_bytes,
             "state_per_token": spec.page_bytes // spec.page_tokens,
             "workspace_per_row": workspace_bytes(geometry, 4096) // 4096,
+            **_card_workspace(geometry),
             "table": 2 * sum(ngram.rows * geometry.ngram_row for ngram in geometry.ngrams),
         }
 
@@ -144,10 +150,7 @@ class Qwen4ExpFamily:
         progress: Progress | None = None,
     ) -> Model:
         """Take the tensors one at a time into a model."""
-        # imported when wanted: its kernels are not what telling a checkpoint needs
-        from kittiwake.families.qwen4exp.model import Qwen4ExpModel
-
-        model = Qwen4ExpModel(config, dtype, threads, tables or {}, progress)
+        model = _empty_model(config, device, dtype, threads, tables or {}, progress)
         total = len(names.canonical_shapes(_geometry(config)))
         for done, (name, tensor) in enumerate(tensors):
             model.load(name, tensor)
@@ -156,6 +159,33 @@ class Qwen4ExpFamily:
         model.check_loaded()
         model.warm_up(progress)
         return model
+
+
+def _empty_model(
+    config: ModelConfig,
+    device: str,
+    dtype: str,
+    threads: int,
+    tables: Mapping[str, RowTable],
+    progress: Progress | None,
+) -> Qwen4ExpModel | Qwen4ExpCuda:
+    """A model that waits for its tensors. Imported when wanted: its kernels are not what telling a checkpoint needs."""
+    if device == "cuda":
+        from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
+
+        return Qwen4ExpCuda(config, dtype, tables)
+    from kittiwake.families.qwen4exp.model import Qwen4ExpModel
+
+    return Qwen4ExpModel(config, dtype, threads, tables, progress)
+
+
+def _card_workspace(geometry: Geometry) -> dict[str, int]:
+    """Bytes that forwards work in on a card, with 16-bit weights; nothing where what runs there is not installed."""
+    try:
+        from kittiwake.families.qwen4exp.cuda_model import all_workspace_bytes
+    except ImportError:
+        return {}
+    return {"card_workspace": all_workspace_bytes(geometry, MOST_TOKENS, torch.bfloat16)}
 
 
 def _geometry(config: ModelConfig) -> Geometry:

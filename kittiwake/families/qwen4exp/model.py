@@ -79,6 +79,7 @@ class Qwen4ExpModel:
     """See :class:`kittiwake.families.contract.Model`."""
 
     device = "cpu"
+    can_run_ahead = False
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Qwen4ExpModel:
         self._embedding = np.zeros((0, g.width), dtype=np.float32)
         self._takers = self._all_takers()
         self._missing = set(shapes) - self._drafts
-        self._readers = [_open_reader(g, ngram, tables) for ngram in g.ngrams]
+        self._readers = [open_reader(g, ngram, tables) for ngram in g.ngrams]
         self._rotation = Rotation(g) if g.has_attention else None
         self._workspace = Workspace()
 
@@ -282,10 +283,7 @@ class Qwen4ExpModel:
 
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """There are no tuned initial states of this family. Raises ModelError."""
-        raise ModelError(
-            f"{source.path} cannot begin a text: a {self.config.family} has no tuned initial states",
-            "states of its own are saved and restored as ever",
-        )
+        raise no_tuned_states(self.config, source)
 
     def describe(self) -> dict[str, Any]:
         """Device, dtype, threads, the pick of every shape of product, and what serves the tables."""
@@ -303,7 +301,15 @@ class Qwen4ExpModel:
         }
 
 
-def _open_reader(g: Geometry, ngram: Ngram, tables: Mapping[str, RowTable]) -> NgramReader:
+def no_tuned_states(config: ModelConfig, source: TensorSource) -> ModelError:
+    """What a tuned initial state is refused with."""
+    return ModelError(
+        f"{source.path} cannot begin a text: a {config.family} has no tuned initial states",
+        "states of its own are saved and restored as ever",
+    )
+
+
+def open_reader(g: Geometry, ngram: Ngram, tables: Mapping[str, RowTable]) -> NgramReader:
     """What reads the rows of one n-gram layer. Raises ModelError for a table of another size."""
     name = table_names(ngram)[0]
     table = tables[name]

@@ -22,7 +22,8 @@ def state_spec(g: Geometry) -> StateSpec:
         carried = (g.ngram_taps - 1) * g.ngram_size
         parts += [
             StatePart("ngram_conv", (carried, g.stream_width), layers=ngrams),
-            StatePart("ngram_ids", (g.ngram_size - 1,), "int64", fill=-1, layers=1),
+            # the host hashes them to rows of the table, while the device is still at work
+            StatePart("ngram_ids", (g.ngram_size - 1,), "int64", fill=-1, layers=1, on_host=True),
         ]
     if attention:
         kv = (g.kv_heads, g.head_size)

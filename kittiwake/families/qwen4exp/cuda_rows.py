@@ -1,0 +1,101 @@
+"""What a launch knows of its rows, on the device: int32, sent by one copy from pinned memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kittiwake.engine.batch import Batch
+from kittiwake.engine.states import SCRATCH_SLOT
+from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket, cut, own_shape
+
+_TURNS = 4
+"""Launches that the host may be ahead: it waits for logits after nearly every one."""
+
+
+@dataclass(frozen=True)
+class CudaRows:
+    """Views of the metadata for one shape. Spare rows belong to nobody, spare sequences are empty, in the scratch slot."""
+
+    shape: Shape
+    token_ids: torch.Tensor  # [N]
+    owners: torch.Tensor  # [N], the sequence of each row, -1 for a spare one
+    positions: torch.Tensor  # [N], absolute, 0 for a spare one
+    starts: torch.Tensor  # [B + 1]
+    slots: torch.Tensor  # [B]
+    seen: torch.Tensor  # [B], tokens before these rows
+    want: torch.Tensor  # [W], 0 where no row is wanted
+
+
+def pieces_of(batch: Batch, most_rows: int) -> list[Piece]:
+    """The launches of a batch: one where it fits, so that the weights are read once, else as :func:`cut` cuts it."""
+    if batch.rows > most_rows:
+        return cut(batch, most_rows)
+    rows, places = np.arange(batch.rows), np.arange(len(batch.want_rows))
+    is_decode = batch.rows == len(batch.slots)
+    return [Piece(is_decode, batch.token_ids, batch.starts, batch.slots, batch.want_rows, places, rows)]
+
+
+def graph_shape(piece: Piece, most_rows: int) -> Shape | None:
+    """The shape of the captured launch that serves a piece: of decode steps the bucket, of others none."""
+    size = bucket(len(piece.token_ids), DECODE_BUCKETS) if piece.is_decode else None
+    return None if size is None or size > most_rows else Shape(True, size, size, size)
+
+
+class MetaBuffer(SentRows):
+    """The metadata of a launch."""
+
+    def __init__(self, most_rows: int, place: torch.device) -> None:
+        super().__init__((_length(Shape(False, most_rows, most_rows, most_rows)),), torch.int32, place, _TURNS)
+
+    def views(self, shape: Shape) -> CudaRows:
+        """Where a launch of this shape reads."""
+        return CudaRows(shape, *_split(self._device, shape))
+
+    def fill(self, piece: Piece, seen: np.ndarray, shape: Shape | None = None) -> CudaRows:
+        """Send a piece, padded to ``shape`` where one is given; ``seen`` [B] are the tokens before it of each sequence."""
+        shape = shape or own_shape(piece)
+        array = self.next().numpy()
+        length = _length(shape)
+        array[:length] = 0
+        ids, owners, positions, starts, slots, before, want = _split(array, shape)
+        rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
+        counts = np.diff(piece.starts)
+        ids[:rows] = piece.token_ids
+        owners[:rows], owners[rows:] = np.repeat(np.arange(sequences), counts), -1
+        positions[:rows] = np.repeat(seen - piece.starts[:-1], counts) + np.arange(rows)
+        starts[: sequences + 1], starts[sequences + 1 :] = piece.starts, rows
+        slots[:sequences], slots[sequences:] = piece.slots, SCRATCH_SLOT
+        before[:sequences] = seen
+        want[:wanted] = piece.want
+        self.send(length)
+        return self.views(shape)
+
+    def fill_nobody(self, shape: Shape) -> CudaRows:
+        """Send a launch of this shape that moves no state but the scratch slot's."""
+        empty = np.zeros(0, dtype=np.int64)
+        return self.fill(Piece(False, empty, np.zeros(1, np.int64), empty, empty, empty, empty), empty, shape)
+
+
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    rows, sequences = shape.rows, shape.sequences
+    return rows, rows, rows, sequences + 1, sequences, sequences, shape.wanted
+
+
+def _padded(size: int) -> int:
+    return -(-size // 4) * 4  # kernels are compiled for addresses that are multiples of 16 bytes
+
+
+def _length(shape: Shape) -> int:
+    return sum(_padded(size) for size in _sizes(shape))
+
+
+def _split(array, shape: Shape):  # type: ignore[no-untyped-def]
+    """Views of the parts in a tensor or an array."""
+    parts, at = [], 0
+    for size in _sizes(shape):
+        parts.append(array[at : at + size])
+        at += _padded(size)
+    return parts

@@ -157,6 +157,8 @@ def _fit(
     path: Path, source: TensorSource, bundle: Bundle | None, tokenizer: str | None, constants: EngineConfig
 ) -> dict[str, Any]:
     """Family, config and tokenizer, as far as each can be told, and what keeps kittiwake from running the model."""
+    from kittiwake.load import own_template
+
     found: dict[str, Any] = dict.fromkeys(("family", "layout", "config", "origins", "memory", "tokenizer", "why_not"))
     found["runs"] = False
     try:
@@ -177,6 +179,7 @@ def _fit(
             memory["workspace"] = row * constants.max_chunk
         found["memory"] = {f"{name}_bytes": count for name, count in memory.items()}
         found["tokenizer"] = _tokenizer(path, config, source, bundle, tokenizer)
+        own_template(source)  # raises for one that loading would refuse
         found["runs"] = True
     except (InputFileError, UsageError) as error:
         found["why_not"] = str(error)

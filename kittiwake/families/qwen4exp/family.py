@@ -40,7 +40,7 @@ class Qwen4ExpFamily:
         if gguf_names.is_ours(source):
             geometry, is_tied = gguf_names.read_geometry(source)
             layout, places = "gguf", gguf_names.gguf_places(geometry, is_tied)
-            ends, others = _gguf_ends(source), set(_gguf_tables(geometry))
+            ends, others = _gguf_ends(source, geometry.vocab_size), set(_gguf_tables(geometry))
         else:
             geometry, is_tied, prefix = _hf_geometry(source)
             layout, places = "hf", names.hf_places(geometry, prefix, is_tied)
@@ -205,10 +205,14 @@ def _check_numbers(source: TensorSource, name: str, expected: tuple[int, ...]) -
         raise ModelError(f"{name} in {source.path} holds {found[:4]} ..., the config gives {expected[:4]} ...")
 
 
-def _gguf_ends(source: TensorSource) -> tuple[int, ...]:
-    """The id that a GGUF file says ends a text."""
-    end = (source.config or {}).get("tokenizer.ggml.eos_token_id")
-    return (end,) if type(end) is int else ()
+def _gguf_ends(source: TensorSource, vocab_size: int) -> tuple[int, ...]:
+    """The ids that a GGUF file says end a text, a turn or a message. Raises ModelError for one that is no token's."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = {key: source.config[key] for key in keys if source.config and key in source.config}
+    for key, end in ends.items():
+        if type(end) is not int or not 0 <= end < vocab_size:
+            raise ModelError(f"{source.path}: {key} is {end!r}, expected the id of a token, 0 to {vocab_size - 1}")
+    return tuple(dict.fromkeys(ends.values()))
 
 
 def _gguf_tables(geometry: Geometry) -> list[str]:

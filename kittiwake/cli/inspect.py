@@ -19,6 +19,7 @@ from kittiwake.cli.options import (
 )
 from kittiwake.cli.output import ProgressBars, emit_json, human_bytes, outline, table
 from kittiwake.config import EngineConfig
+from kittiwake.device import resolve_threads
 from kittiwake.errors import InputFileError, UsageError
 
 if TYPE_CHECKING:
@@ -175,8 +176,9 @@ def _fit(
         }
         found["origins"] = origins
         memory = family.footprint(config)
-        if (row := memory.pop("workspace_per_row", 0)) > 0:
-            memory["workspace"] = row * constants.max_chunk
+        room = family.workspace_bytes(config, constants.max_chunk, resolve_threads(constants.threads))
+        if room > 0:
+            memory["workspace"] = room
         found["memory"] = {f"{name}_bytes": count for name, count in memory.items()}
         found["tokenizer"] = _tokenizer(path, config, source, bundle, tokenizer)
         own_template(source)  # raises for one that loading would refuse

@@ -121,16 +121,20 @@ class Qwen4ExpFamily:
         kept = {name: shape for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".conv")}
         weights, others = sum(map(prod, kept.values())), sum(map(prod, shapes.values()))
         spec = state_spec(geometry)
-        from kittiwake.families.qwen4exp.blocks import workspace_bytes
-
         return {
             "fp32": 4 * others,
             "bf16": 2 * weights + 4 * (others - weights),
             "state": spec.slot_bytes,
             "state_per_token": spec.page_bytes // spec.page_tokens,
-            "workspace_per_row": workspace_bytes(geometry, 4096) // 4096,
             "table": 2 * sum(ngram.rows * geometry.ngram_row for ngram in geometry.ngrams),
         }
+
+    def workspace_bytes(self, config: ModelConfig, rows: int, threads: int) -> int:
+        """Bytes that a forward of the first ``rows`` tokens of a text works in, weights kept as bfloat16."""
+        # imported when wanted, as the model is
+        from kittiwake.families.qwen4exp.room import workspace_bytes
+
+        return workspace_bytes(_geometry(config), rows, rows, threads, "bf16")
 
     def build(
         self,

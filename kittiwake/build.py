@@ -19,7 +19,7 @@ from kittiwake.errors import CheckpointError, OutputError
 from kittiwake.families.contract import Family, ModelConfig, Progress
 from kittiwake.families.registry import recognise
 from kittiwake.llm import LLM
-from kittiwake.load import Loaded, find_tokenizer
+from kittiwake.load import Loaded, find_tokenizer, own_template
 from kittiwake.text.templates import template_for_bundle
 from kittiwake.text.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ def build_bundle(
     """Write the checkpoint as a bundle to the new folder ``out``; returns it. ``group_norm_eps`` and
     ``rescale_every`` override the model's own (see EngineConfig).
 
-    ``chat_template`` left out is the one beside the checkpoint, if there is one.
+    ``chat_template`` left out is the one in a GGUF file, or beside the checkpoint, if there is one.
 
     Raises CheckpointError, ModelError, TokenizerError for what is read, OutputError for what is written.
     """
@@ -68,6 +68,9 @@ def build_bundle(
         family = recognise(source)
         config = family.read_config(source).with_constants(group_norm_eps, rescale_every)
         text = find_tokenizer(checkpoint, config.vocab_size, tokenizer, source).tokenizer
+        if chat_template is None:
+            inside = own_template(source)
+            chat_template = template_for_bundle(checkpoint, text) if inside is None else inside
 
         def make_goldens(written: TensorSource) -> Sequence[Golden]:
             return _goldens(family, config, written, precision, text, goldens, progress)
@@ -81,7 +84,7 @@ def build_bundle(
             tokenizer=(text.kind, text.files()),
             source=SourceRecord.of(source, progress),
             builder=__version__,
-            chat_template=template_for_bundle(checkpoint, text) if chat_template is None else chat_template,
+            chat_template=chat_template,
             goldens=make_goldens if goldens else None,
             max_shard_bytes=max_shard_bytes,
             progress=progress,

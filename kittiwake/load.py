@@ -22,6 +22,7 @@ from kittiwake.device import device_memory_for, resolve_threads, why_no_cuda
 from kittiwake.errors import BundleError, CheckpointError, DeviceError, ModelError, TokenizerError, UsageError
 from kittiwake.families.contract import Family, Model, ModelConfig, Progress
 from kittiwake.families.registry import family_named, recognise
+from kittiwake.text.gguf_vocabulary import PASS_ONE, PRE, Values, read_template, read_tokenizer_json
 from kittiwake.text.table import TOKENIZER_FILE
 from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer, with_ends
 from kittiwake.text.world import WORLD_ROWS, WORLD_VOCABULARY_FILE
@@ -43,6 +44,7 @@ class Loaded:
     """Reading, converting and probing, imports left out."""
     goldens: tuple[Golden, ...] | None
     chat_template: str | None
+    """The one inside a bundle or GGUF file; those of other checkpoints lie beside them."""
     weights_digest: Callable[[Progress | None], str] = field(default=lambda _: "", repr=False, compare=False)
     """sha-256 (hex) over the stored weights, computed when first asked for; a bundle's stands in its manifest."""
 
@@ -87,13 +89,14 @@ def load_model(
         family = recognise(source)
         sizes = family.read_config(source).with_constants(config.group_norm_eps, config.rescale_every)
         text = with_ends(find_tokenizer(path, sizes.vocab_size, tokenizer, source).tokenizer, sizes.end_ids)
+        template = own_template(source)
         device = choose_device(config.device, family)
         dtype = _dtype(config.dtype, family, sizes, source, device)
         built = _build(family, sizes, source, device, dtype, threads, progress)
     finally:
         source.close()
     load_ms = (time.perf_counter() - start) * 1e3
-    return Loaded(path, source.format, built, text, dtype, threads, load_ms, None, None, source.digest)
+    return Loaded(path, source.format, built, text, dtype, threads, load_ms, None, template, source.digest)
 
 
 def _build(
@@ -176,7 +179,7 @@ def find_tokenizer(
 ) -> FoundTokenizer:
     """The tokenizer chosen, or the one of the checkpoint. Raises TokenizerError when none fits ``vocab_size`` rows.
 
-    - GGUF: ``tokenizer.ggml.model`` "rwkv" is World; other vocabularies inside the file are not read.
+    - GGUF: ``tokenizer.ggml.model`` "rwkv" is World; of "gpt2" the tokens and merges inside the file are read.
     - A folder: ``rwkv_vocab_v20230424.txt`` if it is the known one, else ``tokenizer.json`` where it can be read and fits.
     - Otherwise, and where that file does not serve, the size tells (65,536 rows: World; 50,277: GPT-NeoX; 256: bytes).
     - A lone file: the size, else a ``tokenizer.json`` beside it.
@@ -210,10 +213,33 @@ def _gguf_tokenizer(source: TensorSource, vocab_size: int) -> FoundTokenizer:
         return FoundTokenizer(load_tokenizer("world"), f"{key} 'rwkv'")
     if model in (None, "none", "no_vocab"):
         return FoundTokenizer(default_tokenizer(vocab_size), _SIZE)
-    raise TokenizerError(
-        f"{source.path}: {key} is {quoted(model)}, and of vocabularies inside GGUF files only 'rwkv' is read",
-        "pass the tokenizer.json that belongs to the model",
-    )
+    if model != "gpt2":
+        raise TokenizerError(
+            f"{source.path}: {key} is {quoted(model)}, and of vocabularies inside GGUF files 'rwkv' and 'gpt2' are read",
+            PASS_ONE,
+        )
+    from kittiwake.text.bpe import HFTokenizer  # brings a package that World has no use for
+
+    metadata = source.config or {}
+    found = read_tokenizer_json(metadata, _gguf_values(source), str(source.path), vocab_size)
+    tokenizer = HFTokenizer(found, f"the vocabulary in {source.path}")
+    return FoundTokenizer(tokenizer, f"{key} {model!r}, {PRE} {metadata[PRE]!r}")
+
+
+def own_template(source: TensorSource) -> str | None:
+    """The chat template inside a GGUF file, as a text that stands alone; None where there is none, or the checkpoint is
+    another. Raises CheckpointError for one that cannot be used."""
+    if source.format != "gguf":
+        return None
+    return read_template(source.config or {}, _gguf_values(source), str(source.path))
+
+
+def _gguf_values(source: TensorSource) -> Values:
+    # imported when wanted: other checkpoints have no use for its package
+    from kittiwake.checkpoints.gguf import GgufSource
+
+    assert isinstance(source, GgufSource)
+    return source.values
 
 
 def _folder_tokenizer(folder: Path, vocab_size: int) -> FoundTokenizer:

@@ -6,7 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kittiwake.bench.gathers import Gathers
 
 Timed = Callable[[], float]
 """Does its work once and tells the ms it took, up to where its last result is there."""
@@ -65,6 +68,8 @@ class Figures:
     peers: tuple[PeerFigures, ...] = ()
     extra: dict[str, float] = field(default_factory=dict)
     """More keys for the document: times in ms (``…_ms``) and shares of 1."""
+    gathers: Gathers | None = None
+    """Of a prompt of a model that reads n-gram tables: how its gathers went."""
 
     @property
     def tok_s(self) -> float:
@@ -92,6 +97,8 @@ class Figures:
                 "floor_by": self.floor_by,
             }
         document |= {key: round(value, 4) for key, value in self.extra.items()}
+        if self.gathers is not None:
+            document["gather"] = self.gathers.document()
         if self.peers:
             document["peers"] = [peer.document(self.batch, self.tokens) for peer in self.peers]
         return document

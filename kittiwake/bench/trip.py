@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from kittiwake.bench.cases import Case, case_work, check_case, check_splits, fill_states, random_ids
+import numpy as np
+
+from kittiwake.bench.cases import Case, case_work, check_case, check_splits, random_ids
 from kittiwake.bench.floors import Ceilings, demand
+from kittiwake.bench.gathers import GatherWatch, readers_of
 from kittiwake.bench.subject import Subject
 from kittiwake.bench.timing import Effort, Figures, measure_ms, median_ms, timed
 from kittiwake.config import EngineConfig
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import KeptState, SamplingParams
-from kittiwake.errors import KittiwakeError
+from kittiwake.engine.scoring import Given, prefill_steps
+from kittiwake.errors import KittiwakeError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.llm import LLM
 from kittiwake.load import Loaded
+
+_DEPTH = re.compile(r"([0-9]{1,9})(k?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,39 @@ class Trip:
     requests: int = 1
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the runs of one depth begin: prompts, the states before them, and the states after them."""
+
+    trip: Trip
+    prompts: list[list[int]]
+    starts: list[KeptState | None]
+    ends: list[KeptState]
+
+
+@dataclass
+class _Runs:
+    """Ms of the runs of one depth."""
+
+    watch: GatherWatch | None
+    prefill_ms: list[float] = field(default_factory=list)
+    decode_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+
+
+def parse_depths(text: str) -> list[int]:
+    """ "0,4K,32768" → tokens in that order, K being 1,024; one named twice stands twice. Raises UsageError."""
+    depths = []
+    for part in text.split(","):
+        match = _DEPTH.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(
+                f"a depth is a number of tokens such as 4096 or 4K, got {part.strip()!r}", "separate depths with commas"
+            )
+        depths.append(int(match[1]) * (1024 if match[2] else 1))
+    return depths
+
+
 def measure_trip(
     loaded: Loaded,
     trip: Trip,
@@ -38,47 +79,132 @@ def measure_trip(
     ceilings: Ceilings | None = None,
     progress: Progress | None = None,
 ) -> tuple[Figures, Figures]:
-    """(prefill, decode): medians over ``repeat`` runs, each from the same kept states.
+    """(prefill, decode) of :func:`measure_depths` at the trip's own depth."""
+    return measure_depths(
+        loaded, trip, [trip.depth], config, seed, repeat, ceilings=ceilings, progress=progress
+    )[0]  # fmt: skip
 
-    Prefill: from handing in the requests to the first token of the last of them. Decode: ``generate`` steps of all
-    requests, from the states after their prompts; ``step_ms`` is one of them, ``forward_ms`` the bare forward of such a
-    step, and ``host_share`` what the step takes beyond it. Raises InexactError before timing anything.
+
+def measure_depths(
+    loaded: Loaded,
+    trip: Trip,
+    depths: Sequence[int],
+    config: EngineConfig,
+    seed: int,
+    repeat: int,
+    *,
+    ceilings: Ceilings | None = None,
+    progress: Progress | None = None,
+) -> list[tuple[Figures, Figures]]:
+    """(prefill, decode) for each depth: medians over ``repeat`` runs, each from the same kept states, depths in turns.
+
+    Prefill: from handing in the requests to the first token of the last of them; of a model that reads n-gram tables in
+    turns with look-ahead, which is the figure, and without. Decode: ``generate`` steps of all requests, from the states
+    after their prompts; ``step_ms`` is one of them, ``forward_ms`` the bare forward of such a step, and ``host_share``
+    what the step takes beyond it. Every depth is really read, the deeper ones from where the one before ended. Raises
+    InexactError before timing anything.
     """
     model = loaded.model
+    tell = progress if progress is not None else _silent
     subject = Subject(model, trip.requests)
     check_case(subject, Case(trip.requests, min(trip.prompt, 64)), seed)
     if model.device != "cpu":
         check_splits(subject, seed)
-    rows = random_ids(model.config.vocab_size, trip.requests, trip.depth + trip.prompt, seed)
-    prompts = [row[trip.depth :] for row in rows]
-    slots = max(config.slots, trip.requests)
-    prefill_ms, decode_ms, host_ms = [], [], []
-    with LLM.from_loaded(loaded, replace(config, slots=slots)) as llm:
-        starts = [llm.prefill(row[: trip.depth]) if trip.depth else None for row in rows]
-        ends = [llm.prefill(prompt, start_from=start) for prompt, start in zip(prompts, starts, strict=True)]
+    places = _reach(loaded, replace(trip, depth=0), depths, config, seed, tell)
+    readers = readers_of(model)
+    runs = [_Runs(GatherWatch(readers) if readers else None) for _ in places]
+    with LLM.from_loaded(loaded, replace(config, slots=max(config.slots, trip.requests))) as llm:
         for run in range(repeat + 1):  # the first one warms up
-            if progress is not None:
-                progress("timing prompt and decoding", run, repeat + 1)
-            prefill = _prefill_ms(llm.engine, prompts, starts)
-            decode, host = _decode_ms(llm.engine, ends, trip.generate)
-            if run:
-                prefill_ms.append(prefill)
-                decode_ms.append(decode)
-                host_ms += [] if host is None else [host]
-    fill_states(subject, seed)
+            order = range(len(places)) if run % 2 == 0 else range(len(places) - 1, -1, -1)
+            for turn, index in enumerate(order):
+                tell("timing prompt and decoding", run * len(places) + turn, (repeat + 1) * len(places))
+                _run_once(llm.engine, places[index], runs[index], run)
+    return [_figures(loaded, subject, one, took, seed, ceilings) for one, took in zip(places, runs, strict=True)]
+
+
+def _reach(
+    loaded: Loaded, trip: Trip, depths: Sequence[int], config: EngineConfig, seed: int, tell: Progress
+) -> list[_Place]:
+    """States at every depth and after the prompt there, in the order asked for; each text is read once up to the deepest."""
+    chunk = config.max_chunk if loaded.model.device == "cpu" else min(config.max_chunk, config.max_rows)
+    texts = random_ids(loaded.model.config.vocab_size, trip.requests, max(depths) + trip.prompt, seed)
+    total = trip.requests * (max(depths) + trip.prompt * len(set(depths)))
+    done = 0
+
+    def read(ids: list[int], start: KeptState | None) -> KeptState:
+        nonlocal done
+        steps = prefill_steps(loaded.model, Given(np.asarray(ids, dtype=np.int64), start), max_rows=chunk)
+        for first in itertools.count(0, chunk):
+            tell("reading up to the depths", done + min(first, len(ids)), total)
+            try:
+                next(steps)
+            except StopIteration as end:
+                done += len(ids)
+                kept: KeptState = end.value
+                return kept
+        raise AssertionError("a prefill ends")
+
+    found: dict[int, _Place] = {}
+    reached = 0
+    states: list[KeptState | None] = [None] * trip.requests
+    for depth in sorted(set(depths)):
+        if depth > reached:
+            states = [read(text[reached:depth], start) for text, start in zip(texts, states, strict=True)]
+            reached = depth
+        prompts = [text[depth : depth + trip.prompt] for text in texts]
+        ends = [read(prompt, start) for prompt, start in zip(prompts, states, strict=True)]
+        found[depth] = _Place(replace(trip, depth=depth), prompts, states, ends)
+    return [found[depth] for depth in depths]
+
+
+def _run_once(engine: Engine, place: _Place, runs: _Runs, run: int) -> None:
+    """One run of a prompt and of decoding after it; number 0 warms up and counts for nothing."""
+
+    def prefill() -> float:
+        return _prefill_ms(engine, place.prompts, place.starts)
+
+    if runs.watch is None:
+        prefill_ms = prefill()
+    else:
+        took_ms = {
+            looks_ahead: runs.watch.run(prefill, looks_ahead=looks_ahead, is_counted=run > 0)
+            for looks_ahead in ((True, False) if run % 2 == 0 else (False, True))
+        }
+        prefill_ms = took_ms[True]
+    decode_ms, host_ms = _decode_ms(engine, place.ends, place.trip.generate)
+    if run:
+        runs.prefill_ms.append(prefill_ms)
+        runs.decode_ms.append(decode_ms)
+        runs.host_ms += [] if host_ms is None else [host_ms]
+
+
+def _figures(
+    loaded: Loaded, subject: Subject, place: _Place, runs: _Runs, seed: int, ceilings: Ceilings | None
+) -> tuple[Figures, Figures]:
+    """The figures of one depth; times the bare forward of its steps."""
+    trip = place.trip
+    for slot, end in zip(subject.slots, place.ends, strict=True):
+        subject.states.restore(slot, end.saved)
     step = timed(case_work(subject, Case(trip.requests, 1), seed))
     step()
     forward_ms = median_ms(measure_ms(step, Effort()))
     name = f"{trip.prompt}+{trip.generate} at {trip.depth}"
     prompt_floor, step_floor = _floors(loaded, trip, ceilings)
-    step_ms = median_ms(decode_ms) / trip.generate
+    step_ms = median_ms(runs.decode_ms) / trip.generate
     extra = {"step_ms": step_ms, "forward_ms": forward_ms, "host_share": max(0.0, 1 - forward_ms / step_ms)}
-    if host_ms:
-        extra["host_ms_per_step"] = median_ms(host_ms)
+    if runs.host_ms:
+        extra["host_ms_per_step"] = median_ms(runs.host_ms)
+    gathers = None if runs.watch is None else runs.watch.figures()
+    batch, count = trip.requests, len(runs.prefill_ms)
+    prefill_ms, decode_ms = median_ms(runs.prefill_ms), median_ms(runs.decode_ms)
     return (
-        Figures(f"prefill {name}", trip.requests, trip.prompt, median_ms(prefill_ms), repeat, *prompt_floor),
-        Figures(f"decode {name}", trip.requests, trip.generate, median_ms(decode_ms), repeat, *step_floor, extra=extra),
+        Figures(f"prefill {name}", batch, trip.prompt, prefill_ms, count, *prompt_floor, gathers=gathers),
+        Figures(f"decode {name}", batch, trip.generate, decode_ms, count, *step_floor, extra=extra),
     )
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 def _floors(

@@ -3,16 +3,18 @@
 The header is walked here and every count and offset in it checked against the file before anything is believed; the
 ``gguf`` package knows the types and unpacks packed ones. Format: docs/gguf.md of the ggml project: "GGUF", version, number of
 tensors, number of keys; keys with typed values; names, sizes (fastest first), types and offsets of the tensors; data,
-each tensor aligned.
+each tensor aligned. A model in several files is read whole, whichever of them is given (gguf_parts.py).
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import platform
 import struct
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kittiwake.checkpoints.files import FileStamp, quoted
+from kittiwake.checkpoints.gguf_parts import check_whole, merged_metadata, part_stamps
 from kittiwake.checkpoints.reader import FilePlace, FileSource, TensorInfo
 from kittiwake.errors import CheckpointError
 
@@ -33,7 +36,7 @@ MAX_STRING_BYTES = 16 << 20
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 SHORT_ARRAY = 64
-"""Arrays of up to this many values are kept; of longer ones (vocabularies) only kind and length."""
+"""Arrays of up to this many values are kept; longer ones (vocabularies) are read when they are asked for."""
 _DEFAULT_ALIGNMENT = 32
 _UNPACK_BLOCKS = 1 << 15
 _VERSIONS = (2, 3)
@@ -65,14 +68,20 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _AGAIN = "the download stopped early or the file is damaged: get it again"
+# Python names it from 3.13 on; the number is that of Linux on these processors.
+_KNOWN_FLAG = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64") else 0
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", _KNOWN_FLAG)
 
 
 @dataclass(frozen=True)
 class LongArray:
-    """An array of the metadata whose values are not kept."""
+    """An array of the metadata whose values :meth:`GgufSource.values` reads."""
 
     kind: str
     length: int
+    begin: int = field(default=0, repr=False, compare=False)
+    """Of its values in the file."""
+    nbytes: int = field(default=0, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.length:,} values of {self.kind}"
@@ -87,26 +96,58 @@ class _Entry:
     begin: int
 
 
-class GgufSource(FileSource):
-    """Tensors of a GGUF file, mapped; packed ones are unpacked when read. ``config`` is the metadata."""
+@dataclass(frozen=True)
+class _File:
+    """One open file."""
 
-    def __init__(
-        self, stamp: FileStamp, data: mmap.mmap, metadata: Mapping[str, Any], entries: Sequence[_Entry]
-    ) -> None:
-        self._data: mmap.mmap | None = data
-        self._entries = {entry.info.name: entry for entry in entries}
-        super().__init__(stamp.path, "gguf", [entry.info for entry in entries], [stamp], metadata)
+    stamp: FileStamp
+    data: mmap.mmap
+    metadata: Mapping[str, Any]
+    entries: Sequence[_Entry]
+
+
+class GgufSource(FileSource):
+    """Tensors of a GGUF file or of the parts of one, mapped; packed ones are unpacked when read.
+
+    ``config`` is the metadata; ``path`` is the file, or the first part.
+    """
+
+    def __init__(self, files: Sequence[_File]) -> None:
+        self._maps: Sequence[_File] = files
+        self._entries = {entry.info.name: (entry, file) for file in files for entry in file.entries}
+        infos = [entry.info for entry, _ in self._entries.values()]
+        metadata = merged_metadata([(file.stamp.path, file.metadata) for file in files])
+        super().__init__(files[0].stamp.path, "gguf", infos, [file.stamp for file in files], metadata)
+
+    def values(self, key: str, most_bytes: int) -> list[Any]:
+        """Every value of an array of the metadata, however long. Raises CheckpointError after close(), for a key that is
+        missing or no array, for more than ``most_bytes``, and for strings that are not UTF-8."""
+        where = f"{self.path}: the value of {quoted(key)}"
+        if not self._is_open:
+            raise CheckpointError(f"{self.path} was closed", "open the checkpoint again")
+        file = next((file for file in self._maps if key in file.metadata), None)
+        if file is None:
+            raise CheckpointError(f"{self.path} lacks the key {quoted(key)}")
+        found = file.metadata[key]
+        if isinstance(found, list):
+            return found
+        if not isinstance(found, LongArray):
+            raise CheckpointError(f"{where} is {quoted(found)}, expected an array")
+        if found.nbytes > most_bytes:
+            raise CheckpointError(f"{where} takes {found.nbytes:,} bytes, at most {most_bytes:,} are read")
+        for stamp in self._files:
+            stamp.check_unchanged()
+        return _array_values(file.data[found.begin : found.begin + found.nbytes], found, where)
 
     def _place(self, name: str) -> FilePlace:
-        entry = self._entries[name]
-        return FilePlace(self.path, entry.begin, entry.info.stored_bytes, entry.kind.name)
+        entry, file = self._entries[name]
+        return FilePlace(file.stamp.path, entry.begin, entry.info.stored_bytes, entry.kind.name)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        entry, data = self._entries[name], self._data
-        assert data is not None
-        info = entry.info
+        entry, file = self._entries[name]
+        info, data = entry.info, file.data
         if info.unreadable:
-            raise CheckpointError(f"{self.path}: tensor {quoted(name)} {info.unreadable}")
+            raise CheckpointError(f"{file.stamp.path}: tensor {quoted(name)} {info.unreadable}")
         count = math.prod(info.shape)
         if entry.kind in _PLAIN:
             tensor = torch.frombuffer(data, dtype=info.dtype, count=count, offset=entry.begin)
@@ -116,9 +157,9 @@ class GgufSource(FileSource):
         return _unpack(packed, entry.kind, count).reshape(info.shape)
 
     def close(self) -> None:
-        """Let go of the file. Tensors already read stay valid: they hold the mapping."""
+        """Let go of the files. Tensors already read stay valid: they hold the mapping."""
         super().close()
-        self._data = None
+        self._maps, self._entries = (), {}
 
 
 def _unpack(packed: np.ndarray, kind: GGMLQuantizationType, count: int) -> torch.Tensor:
@@ -132,19 +173,50 @@ def _unpack(packed: np.ndarray, kind: GGMLQuantizationType, count: int) -> torch
     return flat
 
 
-def open_gguf(stamp: FileStamp) -> GgufSource:
-    """Open a GGUF file; tensors of types that are not read are listed all the same, and refused when read.
+def _array_values(raw: bytes, array: LongArray, where: str) -> list[Any]:
+    """The values of an array whose lengths were checked when the header was read."""
+    values: list[Any] = []
+    if array.kind != "string":
+        values += np.frombuffer(raw, dtype=np.dtype(array.kind).newbyteorder("<")).tolist()
+        return values
+    at = 0
+    for number in range(array.length):
+        (length,) = struct.unpack_from("<Q", raw, at)
+        at += 8 + length
+        try:
+            values.append(raw[at - length : at].decode("utf-8"))
+        except UnicodeDecodeError:
+            raise CheckpointError(
+                f"{where} is not UTF-8 text at {number}: {quoted(raw[at - length : at])}", _AGAIN
+            ) from None
+    return values
 
-    Raises CheckpointError for a file that is cut short, of another version or byte order, one part of several; for
-    counts, lengths, sizes and offsets that do not fit the file; and for keys or names given twice.
+
+def open_gguf(stamp: FileStamp) -> GgufSource:
+    """Open a GGUF file, with all its parts where it is one of several; tensors of types that are not read are listed all
+    the same, and refused when read.
+
+    Raises CheckpointError for a file that is cut short, of another version or byte order; for counts, lengths, sizes
+    and offsets that do not fit the file; for keys or names given twice; and for parts that are missing or do not belong
+    together.
     """
+    given = _open_file(stamp)
+    parts = part_stamps(stamp, given.metadata)
+    if not parts:
+        return GgufSource([given])
+    files = [given if one.path == stamp.path else _open_file(one) for one in parts]
+    check_whole([(file.stamp.path, file.metadata, [entry.info.name for entry in file.entries]) for file in files])
+    return GgufSource(files)
+
+
+def _open_file(stamp: FileStamp) -> _File:
+    """One file by itself, every count and offset checked."""
     path = stamp.path
     if stamp.size < 24:
         raise CheckpointError(f"{path} is cut short: {stamp.size} bytes cannot hold a GGUF header", _AGAIN)
     try:
         with path.open("rb") as file:
-            # Copy on write: a tensor is the file's own pages, and nothing can be written through it.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            data = _mapped(file.fileno())
     except (OSError, ValueError) as err:
         raise CheckpointError(f"{path} cannot be mapped: {err}") from None
     header = _Header(data, path)
@@ -154,12 +226,20 @@ def open_gguf(stamp: FileStamp) -> GgufSource:
         raise CheckpointError(
             f"{path}: general.alignment is {quoted(alignment)}, expected a power of two up to {MAX_ALIGNMENT:,}"
         )
-    if type(parts := metadata.get("split.count", 0)) is int and parts > 1:
-        raise CheckpointError(f"{path} is one of {parts} parts", "merge them first: llama-gguf-split --merge")
     start = _aligned(header.at, alignment)
     _check_layout(tensors, start, alignment, stamp)
-    entries = [_Entry(one.info, one.kind, start + one.begin) for one in tensors]
-    return GgufSource(stamp, data, metadata, entries)
+    return _File(stamp, data, metadata, [_Entry(one.info, one.kind, start + one.begin) for one in tensors])
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    """The file's own pages, copied on write: nothing can be written through a tensor.
+
+    Linux refuses such a mapping of a file larger than memory, since all of it might be written to, unless it is told to
+    reserve nothing.
+    """
+    if not _NO_RESERVE:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _aligned(position: int, alignment: int) -> int:
@@ -284,12 +364,13 @@ class _Header:
             raise self.fail(f"{what} claims {length:,} values, more than the file could hold")
         if length <= SHORT_ARRAY:
             return [self.item(kind, what) for _ in range(length)]
+        begin = self.at
         if kind != _STRING:
-            self.take(length * size, what)
-            return LongArray(_SCALARS[kind][0], length)
+            self.at += length * size
+            return LongArray(_SCALARS[kind][0], length, begin, length * size)
         for _ in range(length):
             self.skip_text(what)
-        return LongArray("string", length)
+        return LongArray("string", length, begin, self.at - begin)
 
     def skip_text(self, what: str) -> None:
         """Tokens need not be UTF-8, and there are many of them: only their lengths are looked at."""

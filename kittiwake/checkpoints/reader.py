@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from kittiwake.checkpoints.files import FileStamp, Progress, quoted, sha256_file
+from kittiwake.checkpoints.gguf_parts import one_set
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import CheckpointError
 
@@ -190,10 +191,11 @@ def open_checkpoint(path: str | Path, *, verify_digests: bool = True, progress: 
 
     - a zip or legacy pickle written by ``torch.save``, read without running code from it;
     - a ``.safetensors`` file;
-    - a GGUF file;
+    - a GGUF file, or any part of one that is in several (``NAME-00001-of-00004.gguf``), the others beside it;
     - a folder with ``manifest.json``: a bundle (``verify_digests`` and ``progress`` go to ``read_bundle``);
     - a folder with ``model.safetensors`` or ``model.safetensors.index.json``, its ``config.json`` read strictly if there;
-    - a folder with exactly one file named ``.safetensors``, ``.pth``, ``.pt``, ``.gguf`` or ``pytorch_model.bin``.
+    - a folder with exactly one file named ``.safetensors``, ``.pth``, ``.pt``, ``.gguf`` or ``pytorch_model.bin``, or
+      with the parts of exactly one GGUF file.
 
     Raises CheckpointError (BundleError for a bundle) naming the path, what was found and what to do.
     """
@@ -238,6 +240,8 @@ def _pick_file(folder: Path, names: Sequence[str]) -> str:
     found = [n for n in names if (n.endswith(suffixes) and not n.startswith(".")) or n == "pytorch_model.bin"]
     if len(found) == 1:
         return found[0]
+    if (first := one_set(found)) is not None:
+        return first
     if found:
         shown = ", ".join(map(quoted, found[:4]))
         raise CheckpointError(f"{folder} holds {len(found)} checkpoints: {shown}", "name the file that is meant")

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kittiwake.cli.options import (
     FILE,
+    chunk_option,
     engine_config,
     engine_options,
     json_option,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from kittiwake.families.contract import Progress
     from kittiwake.load import Loaded
 
+_GATHER_CELLS = ("gather_ms", "waited_ms", "hidden_share")
+"""Of what is known of a prompt's gathers, what stands in the table."""
 _PLAIN_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
 
@@ -43,7 +46,7 @@ class Wanted:
     cases: str | None
     prompt: int | None
     generate: int | None
-    depth: int | None
+    depth: str | None
     requests: int | None
     repeat: int | None
     against: str | None
@@ -61,7 +64,11 @@ class Wanted:
 @click.option("--shape", metavar="NAME", help="random weights of a published shape, such as 0.1b, instead of a model")
 @click.option("--prompt", type=click.IntRange(1), help="time a prompt of so many tokens, and decoding after it")
 @click.option("--generate", type=click.IntRange(1), help="with --prompt: decode so many tokens  [default: 64]")
-@click.option("--depth", type=click.IntRange(0), help="with --prompt: tokens already seen before it  [default: 0]")
+@click.option(
+    "--depth",
+    metavar="D,…",
+    help="with --prompt: tokens already seen before it, such as 4096 or 0,4K,32K; several are measured in turns  [default: 0]",
+)
 @click.option("--requests", type=click.IntRange(1, 1024), help="with --prompt: requests at once  [default: 1]")
 @click.option(
     "--repeat", type=click.IntRange(1), help="runs of which the median is told  [default: as many as fit in 2 s]"
@@ -73,6 +80,7 @@ class Wanted:
 )
 @click.option("--plot", type=FILE, help="draw the cases into a .png, .svg or .pdf; an existing one is replaced")
 @seed_option("draws the tokens")
+@chunk_option
 @engine_options
 @json_option
 def bench(
@@ -81,7 +89,7 @@ def bench(
     shape: str | None,
     prompt: int | None,
     generate: int | None,
-    depth: int | None,
+    depth: str | None,
     requests: int | None,
     repeat: int | None,
     against: str | None,
@@ -108,17 +116,29 @@ def bench(
 
     where = f"{loaded.path}, {loaded.dtype} · {machine_line(loaded.threads, loaded.model.device)}"
     lines = [where] if ceilings is None else [where, f"ceilings measured now: {ceilings.line}"]
+    lines += [*peer_notes(figures), *gather_notes(figures)]
     if plot is not None:
         from kittiwake.bench.plots import draw_plot
 
         draw_plot(figures, where, plot)
     if as_json:
-        documents = [one.document() for one in figures]
-        emit_json(documents if prompt is None else dict(zip(("prefill", "decode"), documents, strict=True)))
-        note("\n".join([*lines, *peer_notes(figures)]))
+        emit_json([one.document() for one in figures] if prompt is None else trips_document(wanted, figures))
+        note("\n".join(lines))
     else:
         _print_table(figures_table(figures))
-        click.echo("\n".join([*lines, *peer_notes(figures)]))
+        click.echo("\n".join(lines))
+
+
+def trips_document(wanted: Wanted, figures: Sequence[Figures]) -> dict[str, Any]:
+    """The JSON contract of a prompt and decoding after it: ``prefill`` and ``decode``; of several depths a list of such."""
+    trips = [
+        {"prefill": prefill.document(), "decode": decode.document()}
+        for prefill, decode in zip(figures[::2], figures[1::2], strict=True)
+    ]
+    depths = _depths(wanted)
+    if len(depths) == 1:
+        return trips[0]
+    return {"depths": [{"depth": depth, **trip} for depth, trip in zip(depths, trips, strict=True)]}
 
 
 def _check_options(wanted: Wanted) -> None:
@@ -131,6 +151,7 @@ def _check_options(wanted: Wanted) -> None:
                 raise UsageError(f"--prompt and --{name} contradict each other", "give one of them")
     elif any(value is not None for value in (wanted.generate, wanted.depth, wanted.requests)):
         raise UsageError("--generate, --depth and --requests need --prompt", "for example --prompt 512 --generate 64")
+    _depths(wanted)
     if wanted.against is not None:
         from kittiwake.bench.peers.registry import parse_peers
 
@@ -141,6 +162,15 @@ def _check_options(wanted: Wanted) -> None:
         from kittiwake.bench.plots import check_plot
 
         check_plot(wanted.plot)
+
+
+def _depths(wanted: Wanted) -> list[int]:
+    """The depths asked for, in that order. Raises UsageError."""
+    if wanted.depth is None:
+        return [0]
+    from kittiwake.bench.trip import parse_depths
+
+    return parse_depths(wanted.depth)
 
 
 def load_for_bench(wanted: Wanted, config: EngineConfig, progress: Progress) -> Loaded:
@@ -195,14 +225,17 @@ def time_cases(
 def time_trip(
     wanted: Wanted, config: EngineConfig, progress: Progress
 ) -> tuple[Loaded, Ceilings | None, list[Figures]]:
-    """Load, then measure a prompt and decoding after it."""
-    from kittiwake.bench.trip import Trip, measure_trip
+    """Load, then measure a prompt and decoding after it at every depth: two figures a depth."""
+    from kittiwake.bench.trip import Trip, measure_depths
 
     loaded = load_for_bench(wanted, config, progress)
-    trip = Trip(wanted.prompt or 1, wanted.generate or 64, wanted.depth or 0, wanted.requests or 1)
+    trip = Trip(wanted.prompt or 1, wanted.generate or 64, requests=wanted.requests or 1)
     ceilings = _ceilings(loaded, progress)
-    figures = measure_trip(loaded, trip, config, wanted.seed, wanted.repeat or 5, ceilings=ceilings, progress=progress)
-    return loaded, ceilings, list(figures)
+    repeat, depths = wanted.repeat or 5, _depths(wanted)
+    pairs = measure_depths(
+        loaded, trip, depths, config, wanted.seed, repeat, ceilings=ceilings, progress=progress
+    )  # fmt: skip
+    return loaded, ceilings, [one for pair in pairs for one in pair]
 
 
 def _ceilings(loaded: Loaded, progress: Progress) -> Ceilings | None:
@@ -223,8 +256,9 @@ def figures_table(figures: Sequence[Figures]) -> Table:
     has_floors = any(one.floor_ms is not None for one in figures)
     extra = list(dict.fromkeys(key for one in figures for key in one.extra))
     peers = list(dict.fromkeys(peer.name for one in figures for peer in one.peers))
+    gathers = [key for key in _GATHER_CELLS if any(one.gathers is not None for one in figures)]
     headings = ["case", "median ms", "tokens/s", *(["floor ms", "by", "reached"] if has_floors else [])]
-    headings += [key.replace("_", " ") for key in extra] + [f"against {name}" for name in peers] + ["runs"]
+    headings += [key.replace("_", " ") for key in [*gathers, *extra]] + [f"against {name}" for name in peers] + ["runs"]
     table = Table()
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("case", "by") else "right", no_wrap=True)
@@ -232,6 +266,7 @@ def figures_table(figures: Sequence[Figures]) -> Table:
         cells = [one.case, f"{one.median_ms:.3f}", f"{one.tok_s:,.1f}"]
         if has_floors:
             cells += [f"{one.floor_ms:.3f}", one.floor_by, f"{100 * (one.floor_share or 0.0):.0f} %"]
+        cells += ["" if one.gathers is None else f"{one.gathers.document()[key]:.3f}" for key in gathers]
         cells += [f"{one.extra[key]:.3f}" if key in one.extra else "" for key in extra]
         found = {peer.name: peer for peer in one.peers}
         cells += [_peer_cell(found[name]) for name in peers]
@@ -244,6 +279,20 @@ def _peer_cell(peer: PeerFigures) -> str:
     if peer.reason:
         return "–"
     return f"{peer.speed:.2f} × ({peer.median_ms:.3g} ms){'' if peer.is_batched else ' *'}"
+
+
+def gather_notes(figures: Sequence[Figures]) -> list[str]:
+    """How the n-gram rows of each prompt were read, and what the look-ahead saved; a line a prompt."""
+    lines = []
+    for one in figures:
+        if one.gathers is not None:
+            ahead, alone = one.gathers.ahead, one.gathers.alone
+            lines.append(
+                f"{one.case}: page cache {one.gathers.page_cache}, {ahead.median('reads'):,.0f} reads at "
+                f"{ahead.reads_per_s:,.0f} a second; without look-ahead {alone.median('prefill_ms'):.3f} ms, "
+                f"{100 * alone.hidden_share:.0f} % hidden"
+            )
+    return lines
 
 
 def peer_notes(figures: Sequence[Figures]) -> list[str]:

@@ -17,7 +17,7 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 @click.option("--out", "-o", type=FILE, required=True, help="the folder to write; it must not exist")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", help="how product weights are stored")
 @tokenizer_option
-@click.option("--chat-template", type=FILE, help="a Jinja file, instead of the one beside CHECKPOINT")
+@click.option("--chat-template", type=FILE, help="a Jinja file, instead of the one of CHECKPOINT")
 @click.option("--goldens", type=click.IntRange(0), default=8, help="greedy answers to record, for verify to replay")
 @constant_options
 @click.option("--max-shard-mb", type=click.IntRange(1), help="most MB (10^6 bytes) of a weight file  [default: 2 GiB]")

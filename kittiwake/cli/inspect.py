@@ -19,6 +19,7 @@ from kittiwake.cli.options import (
 )
 from kittiwake.cli.output import ProgressBars, emit_json, human_bytes, outline, table
 from kittiwake.config import EngineConfig
+from kittiwake.device import resolve_threads
 from kittiwake.errors import InputFileError, UsageError
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ def _fit(
     path: Path, source: TensorSource, bundle: Bundle | None, tokenizer: str | None, constants: EngineConfig
 ) -> dict[str, Any]:
     """Family, config and tokenizer, as far as each can be told, and what keeps kittiwake from running the model."""
+    from kittiwake.load import own_template
+
     found: dict[str, Any] = dict.fromkeys(("family", "layout", "config", "origins", "memory", "tokenizer", "why_not"))
     found["runs"] = False
     try:
@@ -173,10 +176,12 @@ def _fit(
         }
         found["origins"] = origins
         memory = family.footprint(config)
-        if (row := memory.pop("workspace_per_row", 0)) > 0:
-            memory["workspace"] = row * constants.max_chunk
+        room = family.workspace_bytes(config, constants.max_chunk, resolve_threads(constants.threads))
+        if room > 0:
+            memory["workspace"] = room
         found["memory"] = {f"{name}_bytes": count for name, count in memory.items()}
         found["tokenizer"] = _tokenizer(path, config, source, bundle, tokenizer)
+        own_template(source)  # raises for one that loading would refuse
         found["runs"] = True
     except (InputFileError, UsageError) as error:
         found["why_not"] = str(error)

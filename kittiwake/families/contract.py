@@ -60,6 +60,21 @@ class ModelConfig:
         """Tokens of a text beyond which its attention chooses what it reads; 0 where it never does."""
         return int(self.extra.get("index_budget", 0))
 
+    @property
+    def selection_block(self) -> int:
+        """Tokens of the blocks that it chooses."""
+        return int(self.extra.get("index_ratio", 1))
+
+    @property
+    def ngram_tokens(self) -> int:
+        """Tokens of the longest n-gram that it looks up; 0 where it looks none up."""
+        return int(self.extra.get("ngram_size", 0))
+
+    @property
+    def ngram_end(self) -> int:
+        """The token beyond which no n-gram reaches back."""
+        return int(self.extra.get("ngram_end", 0))
+
 
 class SequencesError(KittiwakeError):
     """A forward that ran, but not for every sequence: ``errors`` says by slot what went wrong, the states of those
@@ -143,6 +158,9 @@ class Family(Protocol):
 
     def footprint(self, config: ModelConfig) -> dict[str, int]:
         """Bytes in memory: of the weights kept as "fp32" and as "bf16", and of one sequence's "state"."""
+
+    def workspace_bytes(self, config: ModelConfig, rows: int, threads: int) -> int:
+        """Bytes that a forward of ``rows`` rows on the CPU gets before it begins, logits left out; 0 where it has no plan."""
 
     def build(
         self,

@@ -95,6 +95,10 @@ class RwkvFamily(ABC):
             "state": self.state_spec(config).slot_bytes,
         }
 
+    def workspace_bytes(self, config: ModelConfig, rows: int, threads: int) -> int:
+        """Not planned: a forward takes its buffers as it goes."""
+        return 0
+
     def build(
         self,
         config: ModelConfig,

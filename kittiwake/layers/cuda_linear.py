@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+from kittiwake.ops.matmul import triton as tiles
 from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
@@ -188,8 +189,8 @@ class CudaGroup:
             if product.activation != "none":
                 activate(out, column, product.columns, product.activation)
 
-    def tiled(self, x: torch.Tensor, out: torch.Tensor, config: Config, *, overlap: bool) -> None:
-        """By the in-order kernel."""
+    def tiled(self, x: torch.Tensor, out: torch.Tensor, config: Config, *, overlap: bool, parts: int = 1) -> None:
+        """By the in-order kernel; ``parts`` as in ``rows_kernel``."""
         rows = out.shape[0]
         bn = min(config.bn, self.align)
         grid = (self.lines.shape[0] * TILE // bn, -(-rows // config.bm))
@@ -206,11 +207,13 @@ class CudaGroup:
             BM=config.bm,
             BN=bn,
             BK=config.bk,
-            EVEN=all(product.depth % config.bk == 0 for product in self.products),
+            EVEN=all(product.depth // parts % config.bk == 0 for product in self.products),
             ALIGN=self._aligned,
             PADDED=DEPTH_PADDING,
             PRECISION="ieee",
             OVERLAP=overlap,
+            PARTS=parts,
+            EARLY=tiles.BEGIN_NEXT if overlap else 0,
             num_warps=config.warps,
             num_stages=config.stages,
             **({"launch_pdl": True} if overlap else {}),

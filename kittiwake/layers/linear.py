@@ -30,6 +30,8 @@ HUGE_PAGE_BYTES = 2 << 20
 _SHARE_COLUMNS = 16
 _TILE_COLUMNS = 32
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDENED = "widened"
+"""The name in a workspace under which weights of a tile are widened."""
 
 
 def padded(rows: int) -> int:
@@ -88,6 +90,11 @@ class Product:
     activation: str = "none"
 
 
+def float32_words(count: int, dtype: str) -> int:
+    """How many float32 values take as many bytes as ``count`` values of this type."""
+    return count * np.dtype(dtype).itemsize // np.dtype(np.float32).itemsize
+
+
 class Workspace:
     """Named float32 buffers that grow to the largest batch seen and are used again."""
 
@@ -106,13 +113,26 @@ class Workspace:
         if last is not None and last[0] == rows and last[1] == columns:
             return last[2]
         size = padded(rows) * columns
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = np.empty(size, dtype=np.float32)
-        view = buffer[:size].reshape(padded(rows), columns)
+        self.reserve(name, size)
+        view = self._buffers[name][:size].reshape(padded(rows), columns)
         view[rows:] = 0
         self._views[name] = (rows, columns, view)
         return view
+
+    def reserve(self, name: str, count: int) -> None:
+        """Have room for ``count`` float32 values under this name; what it held is lost when it grows. Raises MemoryError."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < count:
+            buffer = None
+            self._buffers.pop(name, None)  # the old memory goes before the new comes
+            self._views.pop(name, None)
+            self._buffers[name] = np.empty(count, dtype=np.float32)
+
+    def vector(self, name: str, count: int, dtype: str = "float32") -> np.ndarray:
+        """A vector of ``count`` values of a type of 4 or 8 bytes, with what was in it; not for names given to :meth:`get`."""
+        words = float32_words(count, dtype)
+        self.reserve(name, words)
+        return self._buffers[name][:words].view(dtype)
 
     @property
     def nbytes(self) -> int:
@@ -188,10 +208,13 @@ class LinearGroup:
         if missing:
             raise ModelError(f"weights missing: {', '.join(missing)}")
 
-    def __call__(self, x: np.ndarray, rows: int, y: np.ndarray) -> np.ndarray:
-        """x float32 [padded(rows), X] → y [padded(rows), columns] (written and returned), activations applied."""
+    def __call__(self, x: np.ndarray, rows: int, y: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
+        """x float32 [padded(rows), X] → y [padded(rows), columns] (written and returned), activations applied.
+
+        Weights that torch has to be given widened are widened in ``workspace``; left out: in memory of their own.
+        """
         if self.wide_from and rows >= self.wide_from:
-            self.run_wide(x, rows, y)
+            self.run_wide(x, rows, y, workspace)
         else:
             self.run_narrow(x, rows, y)
         return y
@@ -204,19 +227,27 @@ class LinearGroup:
         strip = WIDE_STRIP if rows <= ROW_MULTIPLE else STRIP
         group_product(x, rows, self._flat, self._table, shares, y, strip)
 
-    def run_wide(self, x: np.ndarray, rows: int, y: np.ndarray) -> None:
+    def run_wide(self, x: np.ndarray, rows: int, y: np.ndarray, workspace: Workspace | None = None) -> None:
         """Product by product through torch, in blocks of rows and columns; those the probe did not prove, through ours."""
         if self._unproved_shares is not None:
             self._launch(x, rows, y, self._unproved_shares)
         x_rows, y_rows = torch.from_numpy(x), torch.from_numpy(y)
         for tile in self._proved:
             p, columns = tile.product, slice(tile.y_column, tile.y_column + tile.columns)
-            piece = self.piece(tile).float()  # float32 weights: the same memory
+            piece = self._widened(tile, workspace)
             for first in range(0, padded(rows), WIDE_ROWS):
                 block = slice(first, min(first + WIDE_ROWS, padded(rows)))
                 torch.mm(x_rows[block, p.x_column : p.x_column + p.depth], piece, out=y_rows[block, columns])
             if p.activation != "none":
                 activate_columns(y, rows, columns.start, columns.stop, ACTIVATIONS.index(p.activation))
+
+    def _widened(self, tile: Tile, workspace: Workspace | None) -> torch.Tensor:
+        """The weights of a tile in float32: of float32 weights the same memory."""
+        piece = self.piece(tile)
+        if workspace is None or piece.dtype == torch.float32:
+            return piece.float()
+        room = torch.from_numpy(workspace.vector(WIDENED, piece.numel()))
+        return room.view(piece.shape).copy_(piece)
 
     def describe(self) -> list[dict[str, Any]]:
         """One row a product: its shape and what was picked for it."""
@@ -232,12 +263,22 @@ class LinearGroup:
         ]
 
 
+def tile_values(depth: int, columns: int, threads: int) -> int:
+    """Values of the largest tile of a product."""
+    return depth * min(columns, _tile_width(columns, threads))
+
+
+def _tile_width(columns: int, threads: int) -> int:
+    """Columns of the tiles of a product: about one tile a thread, none too wide for a strip of the kernel."""
+    count = threads * -(-columns // (threads * WIDE_STRIP)) if columns >= threads * STRIP // 2 else 1
+    return -(-columns // (count * _SHARE_COLUMNS)) * _SHARE_COLUMNS
+
+
 def _cut(products: Sequence[Product], picks: dict[tuple[int, int], Pick], threads: int) -> list[Tile]:
-    """Every product in tiles: about one a thread, none too wide for a strip of the kernel."""
+    """Every product in tiles."""
     tiles, offset, y_column = [], 0, 0
     for p in products:
-        count = threads * -(-p.columns // (threads * WIDE_STRIP)) if p.columns >= threads * STRIP // 2 else 1
-        width = -(-p.columns // (count * _SHARE_COLUMNS)) * _SHARE_COLUMNS
+        width = _tile_width(p.columns, threads)
         for first in range(0, p.columns, width):
             last = min(first + width, p.columns)
             tiles.append(Tile(p, picks[p.depth, p.columns], first, last, y_column + first, offset))

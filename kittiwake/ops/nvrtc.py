@@ -65,11 +65,16 @@ def _compiled(source: str, defines: tuple[str, ...], arch: str) -> bytes:
 
 
 class CudaKernel:
-    """One function of a compiled module, for the current CUDA device."""
+    """One function of a compiled module, for the current CUDA device.
 
-    def __init__(self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0) -> None:
+    ``feature`` is "a" for source with instructions that only this one architecture has.
+    """
+
+    def __init__(
+        self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0, feature: str = ""
+    ) -> None:
         major, minor = torch.cuda.get_device_capability()
-        code = _compiled(source, tuple(defines), f"sm_{major}{minor}")
+        code = _compiled(source, tuple(defines), f"sm_{major}{minor}{feature}")
         torch.zeros(1, device="cuda")  # makes the context that the module is loaded into, current in this thread
         driver = _bindings().driver
         self._context = _check(driver.cuCtxGetCurrent())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def choose_template(
     """The chat template, or None where the model has none.
 
     ``chosen`` is a name of TEMPLATES, a Jinja file, a ``tokenizer_config.json``, or a template. Left out, it is the
-    ``bundled`` one, else the one beside the checkpoint ``model`` (``chat_template.jinja``, then
+    ``bundled`` one (of a bundle or GGUF file), else the one beside the checkpoint ``model`` (``chat_template.jinja``, then
     ``tokenizer_config.json``), else g1 for the World vocabulary. Raises UsageError for a name or file that is not
     there, TokenizerError for a template that cannot be used.
     """
@@ -38,7 +39,8 @@ def choose_template(
     if chosen is not None:
         return chosen
     if bundled is not None:
-        name = f"{model}/{TEMPLATE_FILE}" if model.is_dir() else f"that in {model}"
+        file = model / TEMPLATE_FILE
+        name = str(file) if file.is_file() else f"that in {model}"
         return _jinja(bundled, name, {}, tokenizer)
     beside = _beside(model, tokenizer)
     if beside is not None:
@@ -52,7 +54,14 @@ def template_for_bundle(model: Path, tokenizer: Tokenizer) -> str | None:
     if beside is None:
         return None
     text, _, tokens = beside
-    return "".join(f"{{%- set {name} = {json.dumps(token)} -%}}\n" for name, token in tokens.items()) + text
+    return standing_alone(text, tokens)
+
+
+def standing_alone(text: str, tokens: Mapping[str, str]) -> str:
+    """A template with the special tokens that it may name set in it."""
+    # A template's first line end after a block is dropped, and nothing else of what follows it.
+    sets = (f"{{%- set {name} = {json.dumps(token, ensure_ascii=False)} %}}\n" for name, token in tokens.items())
+    return "".join(sets) + text
 
 
 def _beside(model: Path, tokenizer: Tokenizer) -> tuple[str, str, dict[str, str]] | None:

@@ -20,6 +20,8 @@ ROUNDS = 3
 PROMPTS = 5
 _BUDGET_BYTES = 1 << 30
 _MIN_TOKENS = 2
+MOST_ALIGNMENTS = 16
+"""Most places within a block where texts part."""
 _BUILD = "verify"
 
 _PARAMS = (
@@ -70,6 +72,27 @@ def from_disk(loaded: Loaded, traces: Sequence[Trace], draw: random.Random) -> I
         yield hits > 0
 
 
+def within_a_block(loaded: Loaded, draw: random.Random) -> Iterator[bool]:
+    """Texts that part beyond the budget of a block selector, at every place of a block."""
+    config, spec = loaded.model.config, loaded.model.state_spec
+    block = min(config.selection_block, MOST_ALIGNMENTS)
+    first = config.selection_budget + config.selection_block - 1
+    ids = [draw.randrange(config.vocab_size) for _ in range(first + block + 1)]
+    cuts = [first + place for place in range(block)]
+    asked: list[Asked] = [(ids, _PARAMS[0])]
+    for index, cut in enumerate(cuts):
+        tail = [draw.randrange(config.vocab_size) for _ in range(1 + index % 3)]
+        asked.append(([*ids[:cut], *tail], _PARAMS[index % len(_PARAMS)]))
+    borders = [tuple(cuts), *((cut,) for cut in cuts)]
+    budget = max(_BUDGET_BYTES, 4 * len(asked) * spec.bytes_for(len(ids) + 16))
+    cache = PrefixCache(budget, min_tokens=1)
+    fresh = [_answers(_engine(loaded), [one], draw)[0] for one in asked]
+    engine = _engine(loaded, cache)
+    for one, expected, places in zip(asked, fresh, borders, strict=True):
+        yield _answers(engine, [one], draw, places) == [expected]
+    yield cache.stats().hits.get("memory", 0) >= len(cuts)  # else nothing was proved
+
+
 def _engine(loaded: Loaded, cache: PrefixCache | None = None) -> Engine:
     return Engine(loaded.model, loaded.tokenizer, slots=8, prefill_chunk=3, max_rows=2048, cache=cache)
 
@@ -93,12 +116,17 @@ def _compare(
         yield from (one == fresh[index] for index, one in zip(group, found, strict=True))
 
 
-def _answers(engine: Engine, asked: Sequence[Asked], draw: random.Random) -> list[object]:
-    """Text, tokens, log-probabilities and the fingerprint of the kept state of each; raises what ended a request."""
+def _answers(
+    engine: Engine, asked: Sequence[Asked], draw: random.Random, borders: tuple[int, ...] | None = None
+) -> list[object]:
+    """Text, tokens, log-probabilities and the fingerprint of the kept state of each; raises what ended a request.
+
+    ``borders`` of prompts are where the cache is told that others may part from them; left out: two places at random.
+    """
     numbers = []
     for prompt, params in asked:
-        borders = tuple(sorted({draw.randint(1, len(prompt)) for _ in range(2)}))
-        options = RequestOptions(cache=CacheHints(borders=borders))
+        places = borders or tuple(sorted({draw.randint(1, len(prompt)) for _ in range(2)}))
+        options = RequestOptions(cache=CacheHints(borders=places))
         numbers.append(engine.add(prompt, params, keep_state=True, options=options))
     while engine.has_work:
         engine.step()

@@ -91,11 +91,16 @@ def verify(loaded: Loaded, config: EngineConfig, seed: int = 0, progress: Progre
 def _laws_for(loaded: Loaded) -> dict[str, Law]:
     """The laws of a model. Goldens are recorded on a CPU: on another device a near tie may turn, which breaks no law."""
     laws = dict(LAWS)
-    if loaded.model.config.selection_budget:
-        laws["beyond the budget, cut anywhere"] = lambda bench: long_laws.long_texts(bench.loaded, bench.draw)
+    config = loaded.model.config
+    more = {**(_OF_SELECTORS if config.selection_budget else {}), **(_OF_NGRAMS if config.ngram_tokens else {})}
+    laws |= {name: _on_loaded(law) for name, law in more.items()}
     if loaded.goldens and loaded.model.device == "cpu":
         laws["goldens of the bundle"] = _goldens
     return laws
+
+
+def _on_loaded(law: Callable[[Loaded, random.Random], Iterator[bool]]) -> Law:
+    return lambda bench: law(bench.loaded, bench.draw)
 
 
 def _chunked(bench: _Bench) -> Iterator[bool]:
@@ -342,3 +347,18 @@ LAWS: dict[str, Law] = {
     "cached = fresh, from disk": lambda bench: cache_laws.from_disk(bench.loaded, bench.traces, bench.draw),
     "scored = generated log-probabilities": lambda bench: value_laws.scored(bench.loaded, bench.traces, bench.draw),
 }
+
+_OF_SELECTORS = {
+    "chunks of 1 to 4,096 tokens": long_laws.chunk_sizes,
+    "beyond the budget, cut anywhere": long_laws.long_texts,
+    "both sides of the budget in one batch": long_laws.both_sides,
+    "restored within a block": long_laws.kept_within_a_block,
+    "rewound within a block": long_laws.rewound_within_a_block,
+    "cached within a block": cache_laws.within_a_block,
+}
+"""Laws of models that choose what they attend to."""
+_OF_NGRAMS = {
+    "ends inside n-grams": long_laws.ends_in_ngrams,
+    "rows read ahead": long_laws.read_ahead,
+}
+"""Laws of models that look n-grams up."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from kittiwake.bench.cases import InexactError
+from kittiwake.bench.cases import InexactError, random_ids
 from kittiwake.bench.floors import Ceilings
-from kittiwake.bench.trip import Trip, measure_trip
+from kittiwake.bench.trip import Trip, measure_depths, measure_trip, parse_depths
 from kittiwake.config import EngineConfig
+from kittiwake.errors import UsageError
 from kittiwake.load import Loaded
 from tests.engine.pieces import PieceTokenizer
 
@@ -56,3 +57,62 @@ def test_requests_decode_side_by_side() -> None:
 def test_inexact_work_has_no_trip() -> None:
     with pytest.raises(InexactError):
         measure_trip(_loaded(SumModel(crowd_leak=1.0)), Trip(3, 2, requests=2), EngineConfig(threads=1), 0, repeat=1)
+
+
+def test_depths_are_numbers_of_tokens_and_k_is_1024() -> None:
+    assert parse_depths("0") == [0]
+    assert parse_depths("0, 4096,32K,128k,4096") == [0, 4096, 32768, 131072, 4096]
+
+
+@pytest.mark.parametrize("text", ["", "4,", "-1", "4M", "1.5K", "K", "0x10", "12345678901"])
+def test_what_is_no_depth_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UsageError, match="a depth is a number of tokens"):
+        parse_depths(text)
+
+
+def test_every_depth_is_read_from_where_the_one_before_it_ended_and_measured_in_turns() -> None:
+    model = SumModel()
+    told: list[tuple[str, int, int]] = []
+    pairs = measure_depths(
+        _loaded(model),
+        Trip(prompt=3, generate=2),
+        [8, 0, 5, 8],
+        EngineConfig(max_rows=4, max_chunk=4, threads=1),
+        1,
+        repeat=2,
+        progress=lambda what, done, total: told.append((what, done, total)),
+    )
+    assert [prefill.case for prefill, _ in pairs] == [f"prefill 3+2 at {depth}" for depth in (8, 0, 5, 8)]
+    assert [decode.case for _, decode in pairs] == [f"decode 3+2 at {depth}" for depth in (8, 0, 5, 8)]
+    assert all((one.samples, one.batch) == (2, 1) for pair in pairs for one in pair)
+    rows = ",".join(str(rows) for _, rows in model.calls)
+    # the prompt at 0; 5 tokens, the prompt there; 3 tokens more, the prompt there
+    assert ",3,4,1,3,3,3," in rows
+    reading = [(done, total) for what, done, total in told if what == "reading up to the depths"]
+    assert (reading[0], reading[-1]) == ((0, 17), (17, 17)) and reading == sorted(reading)
+    timing = [done for what, done, _ in told if what == "timing prompt and decoding"]
+    assert timing == list(range(12))
+
+
+def test_a_text_at_a_depth_is_the_one_that_was_read_up_to_it() -> None:
+    """The states before a prompt are those of its own text: one model that reads it all gives the same."""
+    model = SumModel()
+    seen: list[tuple[int, float]] = []
+    forward = model.forward
+
+    def noted(batch: Any, states: Any) -> Any:
+        logits = forward(batch, states)
+        seen.append((int(states.positions[batch.slots[0]]), float(states.part("sum")[0, batch.slots[0], 0])))
+        return logits
+
+    model.forward = noted  # type: ignore[method-assign]
+    measure_depths(_loaded(model), Trip(3, 1), [0, 4, 9], EngineConfig(threads=1), 1, repeat=2)
+    sums: dict[int, set[float]] = {}
+    for position, value in seen:
+        sums.setdefault(position, set()).add(value)
+    ids = random_ids(16, 1, 12, 1)[0]
+    value, expected = 0.0, {}
+    for position, token in enumerate(ids, start=1):
+        value = (value * 3 + token) % 1009
+        expected[position] = value
+    assert expected[7] in sums[7] and expected[12] in sums[12]  # after the prompts at 4 and 9

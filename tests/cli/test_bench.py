@@ -62,6 +62,42 @@ def test_prompt_and_decoding(call: Call, loads: list[Any]) -> None:
     assert loads == [("shape", "0.1b")]
 
 
+def test_several_depths_are_a_list_in_the_order_asked(call: Call, loads: list[Any]) -> None:
+    arguments = "bench --shape 0.1b --prompt 6 --generate 2 --depth 2K,0,5 --max-chunk 512 --repeat 1".split()
+    document = json.loads(call(*arguments, "--json").stdout)
+    assert document.keys() == {"depths"}
+    assert [one["depth"] for one in document["depths"]] == [2048, 0, 5]
+    for one in document["depths"]:
+        assert one.keys() == {"depth", "prefill", "decode"}
+        assert one["prefill"].keys() == FIGURES
+        assert one["prefill"]["case"] == f"prefill 6+2 at {one['depth']}"
+    table = call(*arguments).stdout
+    assert all(f"{what} 6+2 at {depth}" in table for what in ("prefill", "decode") for depth in (2048, 0, 5))
+
+
+def test_one_depth_is_no_list_and_may_be_told_in_k(call: Call, loads: list[Any]) -> None:
+    document = json.loads(call(*"bench --prompt 4 --generate 1 --depth 1k --repeat 1 --json".split()).stdout)
+    assert document.keys() == {"prefill", "decode"} and document["prefill"]["case"] == "prefill 4+1 at 1024"
+
+
+def test_gathers_have_columns_and_a_line(call: Call, fake_module: Callable[..., ModuleType]) -> None:
+    from kittiwake.bench.gathers import GatherFigures, GatherRun, Gathers
+    from kittiwake.bench.timing import Figures
+    from kittiwake.cli.bench import figures_table, gather_notes
+
+    ahead, alone = (
+        GatherFigures((GatherRun(ms, 40.0, waited, 500, 800, 1, 2),)) for ms, waited in ((100, 4), (130, 30))
+    )
+    one = Figures("prefill 8+1 at 0", 1, 8, 100.0, 1, gathers=Gathers(ahead, alone, "bypassed"))
+    other = Figures("decode 8+1 at 0", 1, 1, 9.0, 1)
+    cells = {column.header: list(column.cells) for column in figures_table([one, other]).columns}
+    assert cells["gather ms"] == ["40.000", ""] and cells["waited ms"] == ["4.000", ""]
+    assert cells["hidden share"] == ["0.900", ""]
+    assert gather_notes([one, other]) == [
+        "prefill 8+1 at 0: page cache bypassed, 500 reads at 12,500 a second; without look-ahead 130.000 ms, 25 % hidden"
+    ]
+
+
 def test_several_requests_at_once(call: Call, loads: list[Any]) -> None:
     document = json.loads(call(*"bench --prompt 3 --generate 2 --requests 4 --repeat 1 --json".split()).stdout)
     assert (document["prefill"]["batch"], document["decode"]["batch"]) == (4, 4)
@@ -116,6 +152,8 @@ def test_an_unknown_shape_is_named_with_the_known_ones(call: Call) -> None:
         "--prompt 4 --cases 1x4",
         "--generate 4",
         "--depth 4",
+        "--prompt 4 --depth 4M",
+        "--prompt 4 --depth 0,,4",
         "--requests 4",
         "--against torch",
         "--shape 0.1b --against vllm",

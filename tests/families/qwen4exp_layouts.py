@@ -15,6 +15,7 @@ from gguf.quants import quantize
 from safetensors.torch import save_file
 
 from kittiwake.bench.qwen4exp_shapes import Qwen4ExpShape, qwen4exp_config
+from tests.text.gguf_metadata import add_keys
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -126,9 +127,17 @@ def write_gguf(
     *,
     packed: GGMLQuantizationType = GGMLQuantizationType.F32,
     changes: Mapping[str, Any] | None = None,
+    keys: Mapping[str, Any] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
-    """A GGUF file as a converter writes it: matrices of 32 columns and more ``packed``, all else float32."""
-    writer = GGUFWriter(path, "qwen4exp")
+    """A GGUF file as a converter writes it: matrices of 32 columns and more ``packed``, all else float32.
+
+    ``changes`` are of the architecture's keys, ``keys`` stand beside them. With ``part_tensors`` it is in parts of so
+    many, the first holding none, and the path returned is that of the first.
+    """
+    is_split = part_tensors > 0
+    writer = GGUFWriter(path, "qwen4exp", split_max_tensors=part_tensors, small_first_shard=is_split)
+    add_keys(writer, dict(keys or {}))
     metadata = gguf_metadata(shape) | dict(changes or {})
     (ngram,) = shape.ngram_layers
     multipliers = tensors[f"model.layers.{ngram}.ple.ple_embedding.layer_multipliers"].tolist()
@@ -143,7 +152,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-*")) if is_split else path
 
 
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:

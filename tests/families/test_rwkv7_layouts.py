@@ -327,8 +327,10 @@ def test_a_gguf_file_names_its_tokenizer(tmp_path: Path) -> None:
     config = EngineConfig(threads=1)
     with pytest.raises(TokenizerError, match="'world' has ids up to 65535, but the model has 256 rows"):
         load_model(save_gguf(tmp_path / "a.gguf", SHAPE, tensors), config)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'gpt2'"):
-        load_model(save_gguf(tmp_path / "b.gguf", SHAPE, tensors, tokenizer="gpt2"), config)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'llama'"):
+        load_model(save_gguf(tmp_path / "b.gguf", SHAPE, tensors, tokenizer="llama"), config)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.pre is None"):
+        load_model(save_gguf(tmp_path / "d.gguf", SHAPE, tensors, tokenizer="gpt2"), config)
     none = load_model(save_gguf(tmp_path / "c.gguf", SHAPE, tensors, tokenizer="none"), config)
     assert none.tokenizer.kind == "bytes"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from kittiwake.checkpoints.gguf import GgufSource
 from kittiwake.checkpoints.reader import open_checkpoint
-from kittiwake.errors import BundleError, CheckpointError
+from kittiwake.errors import BundleError, CheckpointError, InputFileError
+from kittiwake.load import find_tokenizer, own_template
 from tests.checkpoints.cases import assert_same, build, make_tensors, save_sharded
+from tests.text.gguf_metadata import add_keys, vocabulary
+from tests.text.tiny import make_qwen
 
 _GGUF = b"GGUF\3\0\0\0\1\0\0\0\0\0\0\0"
-FORMATS = ("pth", "legacy", "safetensors", "sharded", "gguf", "bundle")
+FORMATS = ("pth", "legacy", "safetensors", "sharded", "gguf", "gguf parts", "bundle")
 
 _FLIPS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), max_size=4)
 _CUTS = st.tuples(st.integers(0, 1 << 20), st.sampled_from(["keep", "cut", "insert", "zero", "append"]))
@@ -44,16 +49,20 @@ def _make(kind: str, folder: Path) -> list[Path]:
         (folder / "config.json").write_text('{"hidden_size": 4, "names": ["a", "b"]}')
     elif kind == "gguf":
         _save_gguf(folder / "m.gguf")
+    elif kind == "gguf parts":
+        _save_gguf(folder / "m.gguf", split_max_tensors=1, small_first_shard=True)
     else:
         folder.rmdir()
         build(folder)
     return sorted(folder.iterdir())
 
 
-def _save_gguf(path: Path) -> None:
-    writer = GGUFWriter(path, "rwkv7")
+def _save_gguf(path: Path, keys: dict[str, Any] | None = None, **options: Any) -> None:
+    writer = GGUFWriter(path, "rwkv7", **options)
     writer.add_name("tiny")
-    writer.add_token_list([f"token {i}" for i in range(70)])
+    if keys is None:
+        writer.add_token_list([f"token {i}" for i in range(70)])
+    add_keys(writer, keys or {})
     writer.add_tensor("a", np.arange(12, dtype=np.float32).reshape(3, 4))
     packed = quantize(np.ones((2, 32), np.float32), GGMLQuantizationType.Q8_0)
     writer.add_tensor("b", packed, raw_dtype=GGMLQuantizationType.Q8_0)
@@ -100,6 +109,8 @@ def test_damaged_files_raise_our_errors_or_give_tensors(kind: str, tmp_path: Pat
         victim.write_bytes(_damage(before, flips, cut))
         try:
             source = open_checkpoint(work)
+            if isinstance(source, GgufSource) and "tokenizer.ggml.tokens" in (source.config or {}):
+                source.values("tokenizer.ggml.tokens", 1 << 20)
             tensors = {info.name: source.read(info.name) for info in source.infos()}
             for tensor in tensors.values():
                 assert bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) is not None
@@ -110,6 +121,27 @@ def test_damaged_files_raise_our_errors_or_give_tensors(kind: str, tmp_path: Pat
         if kind in ("bundle", "pth"):
             for name, tensor in make_tensors().items():
                 assert_same(tensors[name], tensor)
+
+    check()
+
+
+def test_damaged_vocabularies_raise_our_errors_or_give_a_tokenizer(tmp_path: Path) -> None:
+    good, work = tmp_path / "good.gguf", tmp_path / "work.gguf"
+    _save_gguf(good, vocabulary(make_qwen(), 384) | {"tokenizer.chat_template": "{{ messages }}{{ eos_token }}"})
+    before = good.read_bytes()
+
+    @_FUZZ
+    @given(flips=_FLIPS, cut=_CUTS)
+    def check(flips: list[tuple[int, int]], cut: tuple[int, str]) -> None:
+        work.write_bytes(_damage(before, flips, (cut[0], "zero" if cut[1] == "zero" else "keep")))
+        try:
+            source = open_checkpoint(work)
+            own_template(source)
+            tokenizer = find_tokenizer(work, 384, None, source).tokenizer
+        except InputFileError as err:
+            str(err).encode()
+            return
+        assert tokenizer.decode(tokenizer.encode("hello <think>")) == "hello <think>"
 
     check()
 

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kittiwake.errors import ModelError
-from kittiwake.layers.linear import LinearGroup, Pick, Product, Workspace, padded, threads_in_force
+from kittiwake.layers.linear import (
+    WIDENED,
+    LinearGroup,
+    Pick,
+    Product,
+    Workspace,
+    padded,
+    threads_in_force,
+    tile_values,
+)
 from kittiwake.layers.probe import pick_products
 from tests.layers.groups import (
     GROUPS,
@@ -124,6 +133,20 @@ def test_weights_in_bfloat16_have_the_bits_of_the_same_weights_in_float32(produc
         assert same_bits(narrow(x, rows, outputs(narrow, rows))[:rows], wide(x, rows, outputs(wide, rows))[:rows])
 
 
+def test_weights_are_widened_in_the_workspace_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = GROUPS["several blocks and tiles"]
+    group = make_group(products, pick_products(depths(products), 2), "bf16")
+    x = make_rows(products, 300)
+    expected, found, workspace = outputs(group, 300), outputs(group, 300), Workspace()
+    group.run_wide(x, 300, expected)
+    most = max(tile_values(p.depth, p.columns, 2) for p in products)
+    workspace.reserve(WIDENED, most)
+    monkeypatch.setattr(np, "empty", None)  # nothing more is asked for
+    group.run_wide(x, 300, found, workspace)
+    monkeypatch.undo()
+    assert same_bits(found[:300], expected[:300]) and workspace.nbytes == 4 * most
+
+
 # Which way inside
 
 
@@ -132,7 +155,7 @@ def test_the_largest_product_switches_the_whole_group(monkeypatch: pytest.Monkey
     picks = {(8, 4): Pick(8, 2), (16, 20): Pick(16, 6), (16, 10): Pick(16, 50)}
     group = make_group(products, picks)
     ways: list[str] = []
-    monkeypatch.setattr(group, "run_wide", lambda x, rows, y: ways.append(f"wide {rows}"))
+    monkeypatch.setattr(group, "run_wide", lambda x, rows, y, _: ways.append(f"wide {rows}"))
     monkeypatch.setattr(group, "run_narrow", lambda x, rows, y: ways.append(f"narrow {rows}"))
     for rows in (1, 5, 6, 7, 400):
         group(make_rows(products, rows), rows, outputs(group, rows))
@@ -314,3 +337,28 @@ def test_threads_are_in_force_inside_and_as_before_after() -> None:
     with pytest.raises(ValueError, match="inside"), threads_in_force(5):
         raise ValueError("inside")
     assert (torch.get_num_threads(), numba.get_num_threads()) == before
+
+
+def test_a_vector_of_any_type_is_a_view_of_the_same_room() -> None:
+    workspace = Workspace()
+    workspace.reserve("rows", 20)
+    first = workspace.vector("rows", 10, "int64")
+    first[:] = 7
+    assert first.dtype == np.int64 and workspace.vector("rows", 5, "int64").tolist() == [7] * 5
+    assert workspace.nbytes == 80 and workspace.vector("rows", 20, "int32").base is first.base
+    assert len(workspace.vector("rows", 30, "int32")) == 30 and workspace.nbytes == 120
+
+
+def test_room_that_is_refused_is_gone_and_can_be_had_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace()
+    workspace.get("x", 4, 8)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", refuse)
+    with pytest.raises(MemoryError):
+        workspace.reserve("x", 1000)
+    assert workspace.nbytes == 0
+    monkeypatch.undo()
+    assert workspace.get("x", 4, 8).shape == (4, 8) and workspace.nbytes == 128

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numba.core.runtime import _nrt_python, rtsys
 
 from kittiwake.errors import ModelError
 from kittiwake.ops.block_attention import AttentionMemory, AttentionShape, cpu, reference
@@ -240,3 +241,39 @@ def test_the_choice_is_exact_with_ties_to_the_lowest_place(seed: int) -> None:
 def test_sizes_that_make_no_attention_are_refused(sizes: dict[str, int], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         replace(SMALL, **sizes)  # type: ignore[arg-type]
+
+
+def test_the_room_is_told_beforehand_and_nothing_else_is_taken_that_grows_with_the_rows() -> None:
+    """One thread's room for each thread. Beside it a row that chooses has a tally for as long as it counts."""
+    taken = []
+    _nrt_python.memsys_enable_stats()
+    try:
+        for rows in (8, 200):
+            case = AttentionCase(Packed((rows,)), SMALL, 4)
+            inputs = case.make(8)
+            expected, memory = run_whole(case, inputs)
+            for count in (1, 2):
+                with numba_threads(count):
+                    asked: dict[str, tuple[int, str]] = {}
+
+                    def take(
+                        name: str, count: int, dtype: str, asked: dict[str, tuple[int, str]] = asked
+                    ) -> np.ndarray:
+                        asked[name] = count, dtype
+                        return np.full(count, -1 if "int" in dtype else np.nan, dtype=dtype)
+
+                    seen = np.zeros(1, dtype=np.int64)
+                    room = cpu.attention_room(SMALL, case.packed.starts, seen, take)
+                    assert asked == cpu.room_sizes(SMALL, rows, rows, count)
+                    kept = copied(inputs.memory)
+                    rope = cpu.rotary(room.positions, inputs.inv_freq, 1.0, SMALL.ratio)
+                    out, proj = np.empty_like(expected), inputs.proj.copy()
+                    arguments = (inputs.columns, SMALL, inputs.norms, rope, case.packed.starts, case.packed.slots, seen)
+                    before = rtsys.get_allocation_stats().mi_alloc
+                    cpu.block_attention(proj, *arguments, kept, out, room)
+                    chooses = sum(SMALL.is_sparse(keys) for keys in range(1, rows + 1))
+                    taken.append(rtsys.get_allocation_stats().mi_alloc - before - chooses)
+                assert same_bits(out, expected) and same_memory(kept, memory)
+    finally:
+        _nrt_python.memsys_disable_stats()
+    assert len(set(taken)) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 
 def make_byte_level() -> Tokenizer:
@@ -51,4 +51,44 @@ def make_unigram() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
     backend.add_special_tokens(["<unk>", "</s>"])
+    return backend
+
+
+SPLITS = {
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+"""How published tokenizers of Qwen split a text, by the name that converters give it."""
+
+
+def make_qwen(pre: str = "qwen35") -> Tokenizer:
+    """Shaped like Qwen's: NFC, their pattern, added tokens behind the vocabulary, of which some look special and are not."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    lines = [
+        "hello world, it's THE end of text!!\n\n",
+        "क्षि का नाम है, สวัสดีครับ",
+        "x = f(y);\n    return 12345 - e\u0301",
+    ]
+    backend.train_from_iterator(lines * 4, trainer)
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    plain = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<think>", "</think>", "@@plain@@"]
+    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
     return backend

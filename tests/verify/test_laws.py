@@ -97,7 +97,7 @@ def test_goldens_are_one_law_more() -> None:
 
 
 def test_goldens_are_no_law_on_another_device_than_the_one_they_were_recorded_on() -> None:
-    config = SimpleNamespace(selection_budget=0)
+    config = SimpleNamespace(selection_budget=0, ngram_tokens=0)
     on_card: Any = SimpleNamespace(goldens=(1,), model=SimpleNamespace(device="cuda", config=config))
     assert _laws_for(on_card) == LAWS
 

@@ -15,8 +15,8 @@ import torch
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.families.qwen4exp.geometry import Geometry
-from kittiwake.layers.experts import ROWS_AT_ONCE, ExpertGroup
-from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded
+from kittiwake.layers.experts import ExpertGroup
+from kittiwake.layers.linear import LinearGroup, Product, Workspace
 from kittiwake.ops.block_attention import (
     AttentionColumns,
     AttentionMemory,
@@ -24,7 +24,7 @@ from kittiwake.ops.block_attention import (
     AttentionShape,
     RotaryRows,
 )
-from kittiwake.ops.block_attention.cpu import block_attention, rotary
+from kittiwake.ops.block_attention.cpu import AttentionRoom, attention_room, block_attention, rotary
 from kittiwake.ops.experts.cpu import add_gated, silu_times
 from kittiwake.ops.gated_delta.cpu import gated_delta
 from kittiwake.ops.gated_delta.heads import key_head_of
@@ -65,8 +65,11 @@ class Rows:
     def __init__(self, g: Geometry, batch: Batch, states: StateTable, workspace: Workspace) -> None:
         self.g, self.count, self.workspace, self.states = g, batch.rows, workspace, states
         self.starts, self.slots = batch.starts, batch.slots
-        self.seen = states.positions[batch.slots]
+        self.seen: np.ndarray = states.positions[batch.slots]
         """int64 [B]: tokens that each sequence has seen before these rows."""
+        self.attention: AttentionRoom | None = None
+        if g.has_attention:
+            self.attention = attention_room(attention_shape(g), batch.starts, self.seen, workspace.vector)
         self.eps = np.float32(g.norm_eps)
         self.x = self.get("x", g.stream_width)
         """The residual streams side by side, [padded rows, S C]."""
@@ -77,13 +80,7 @@ class Rows:
 
     def product(self, group: LinearGroup, x: np.ndarray, name: str) -> np.ndarray:
         """The products of a group, written to the buffer of this name."""
-        return group(x, self.count, self.get(name, group.columns))
-
-    def positions(self) -> np.ndarray:
-        """int64 [N]: the absolute position of each row."""
-        before: np.ndarray = np.repeat(self.seen - self.starts[:-1], np.diff(self.starts))
-        before += np.arange(self.count)
-        return before
+        return group(x, self.count, self.get(name, group.columns), self.workspace)
 
 
 class Block:
@@ -197,7 +194,16 @@ class Rotation:
 
     def __call__(self, rows: Rows) -> RotaryRows:
         """Cosines and sines at the position of every row."""
-        return rotary(rows.positions(), self._frequencies, 1.0, self._ratio)
+        assert rows.attention is not None
+        room = rows.workspace.vector("rotary", 4 * rows.count * len(self._frequencies))
+        return rotary(rows.attention.positions, self._frequencies, 1.0, self._ratio, room)
+
+
+def attention_shape(g: Geometry) -> AttentionShape:
+    """The sizes of an attention layer."""
+    return AttentionShape(
+        g.heads, g.kv_heads, g.head_size, g.rotary_size, g.index_heads, g.index_size, g.index_ratio, g.index_budget
+    )
 
 
 class Attention(Block):
@@ -211,9 +217,7 @@ class Attention(Block):
         self._output = self.group(make, Product("output", g.heads * g.head_size, g.width, 0))
         ends = np.cumsum([0, *sizes.values()]).tolist()
         self._columns = AttentionColumns(*ends[:-1])
-        self._shape = AttentionShape(
-            g.heads, g.kv_heads, g.head_size, g.rotary_size, g.index_heads, g.index_size, g.index_ratio, g.index_budget
-        )
+        self._shape = attention_shape(g)
         self._norms = AttentionNorms(
             self.array("query_norm", (g.head_size,), around_one),
             self.array("key_norm", (g.head_size,), around_one),
@@ -237,7 +241,7 @@ class Attention(Block):
         )
         block_attention(
             inputs, self._columns, self._shape, self._norms, rotation, rows.starts, rows.slots, rows.seen,
-            AttentionMemory(keys, values, blocks, open_rows, states.pages), context,
+            AttentionMemory(keys, values, blocks, open_rows, states.pages), context, rows.attention,
         )  # fmt: skip
         return rows.product(self._output, context, "y")
 
@@ -328,9 +332,3 @@ def all_buffers(g: Geometry) -> Buffers:
     for kind in kinds:
         found |= kind.buffers(g)
     return found
-
-
-def workspace_bytes(g: Geometry, rows: int) -> int:
-    """Bytes of the buffers that a forward of so many rows works in, logits left out."""
-    pairs = padded(min(rows, ROWS_AT_ONCE) * g.experts_used) * (g.expert_width + g.width)
-    return 4 * (padded(rows) * sum(all_buffers(g).values()) + pairs)

@@ -8,7 +8,7 @@ kernel by kernel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +34,8 @@ from kittiwake.families.qwen4exp.cuda_trunk import CudaTrunk
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.model import no_tuned_states, open_reader
 from kittiwake.families.qwen4exp.names import canonical_shapes
-from kittiwake.families.qwen4exp.ngram import next_history
-from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket
+from kittiwake.families.qwen4exp.ngram import move_histories
+from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_all
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.families.rwkv_names import listed
 from kittiwake.layers.cuda_experts import CudaExpertGroup, prove_experts
@@ -166,6 +166,11 @@ class Qwen4ExpCuda:
                 self.forward(Batch.pack([(slot, [0] * count)]), states)
             tell("preparing kernels", len(counts), len(counts))
 
+    @property
+    def readers(self) -> Sequence[NgramReader]:
+        """What reads the n-gram tables, in the order of their layers."""
+        return self._readers
+
     def close(self) -> None:
         """Let go of the tables on disk."""
         for reader in self._readers:
@@ -189,11 +194,13 @@ class Qwen4ExpCuda:
         with self._lock:
             pieces = pieces_of(batch, self.most_rows)
             self._make_rooms_beside(states)
-            out = self._make_room_for_logits(len(batch.want_rows))
+            out = self._make_room_on_host(batch)
             graphs = [None if hidden else self._graphs_for(piece, states) for piece in pieces]
-            states.reserve(batch.slots, np.diff(batch.starts))
             reads = self._begin_reads(batch, states)
             try:
+                states.reserve(batch.slots, np.diff(batch.starts))
+                if self._readers:
+                    move_histories(states.part("ngram_ids")[0], batch)
                 for piece, own in zip(pieces, graphs, strict=True):
                     self._run(piece, own, states, reads, out, hidden or {})
                     states.positions[piece.slots] += np.diff(piece.starts)
@@ -221,27 +228,26 @@ class Qwen4ExpCuda:
                 shape = (rows, g.vocab_size)
                 states.attached[_LOGITS] = torch.empty(shape, dtype=torch.float32, device=self.place)
 
-    def _make_room_for_logits(self, wanted: int) -> torch.Tensor:
-        """Float32 [W, vocab] on the host. Raises DeviceError."""
-        vocab = self._g.vocab_size
+    def _make_room_on_host(self, batch: Batch) -> torch.Tensor:
+        """Get what reading the tables takes, and float32 [W, vocab] for the logits. Raises DeviceError."""
+        wanted, vocab = len(batch.want_rows), self._g.vocab_size
         try:
+            for reader in self._readers:
+                reader.make_room(batch)
             is_pinned = self.place.type == "cuda" and 0 < wanted <= PINNED_ROWS
             return torch.empty((wanted, vocab), dtype=torch.float32, pin_memory=is_pinned)
         except (MemoryError, RuntimeError):  # torch says so in either way
             raise DeviceError(
-                f"the system refuses {4 * wanted * vocab:,} bytes for the logits of {wanted:,} rows",
-                "ask for those of fewer rows at once",
+                f"the system refuses the memory for {batch.rows:,} rows of n-grams, or {4 * wanted * vocab:,} bytes "
+                f"for the logits of {wanted:,} rows",
+                "take fewer rows at once: a lower max_chunk or max_rows",
             ) from None
 
     def _begin_reads(self, batch: Batch, states: CudaStateTable) -> _Reads:
-        """Ask for the table's rows of every token, for each n-gram layer; the histories of the sequences move on."""
+        """Ask for the table's rows of every token, for each n-gram layer. Raises DeviceError, with nothing asked for."""
         if not self._readers:
             return _Reads([], [], {})
-        table = states.part("ngram_ids")[0]
-        history = table[batch.slots]
-        tickets = [(reader, reader.begin(batch, history)) for reader in self._readers]
-        table[batch.slots] = next_history(batch.token_ids, batch.starts, history)
-        return _Reads(tickets, [], {})
+        return _Reads(begin_all(self._readers, batch, states.part("ngram_ids")[0][batch.slots]), [], {})
 
     def _run(
         self,

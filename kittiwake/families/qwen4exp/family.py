@@ -45,7 +45,7 @@ class Qwen4ExpFamily:
         if gguf_names.is_ours(source):
             geometry, is_tied = gguf_names.read_geometry(source)
             layout, places = "gguf", gguf_names.gguf_places(geometry, is_tied)
-            ends, others = _gguf_ends(source), set(_gguf_tables(geometry))
+            ends, others = _gguf_ends(source, geometry.vocab_size), set(_gguf_tables(geometry))
         else:
             geometry, is_tied, prefix = _hf_geometry(source)
             layout, places = "hf", names.hf_places(geometry, prefix, is_tied)
@@ -126,17 +126,21 @@ class Qwen4ExpFamily:
         kept = {name: shape for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".conv")}
         weights, others = sum(map(prod, kept.values())), sum(map(prod, shapes.values()))
         spec = state_spec(geometry)
-        from kittiwake.families.qwen4exp.blocks import workspace_bytes
-
         return {
             "fp32": 4 * others,
             "bf16": 2 * weights + 4 * (others - weights),
             "state": spec.slot_bytes,
             "state_per_token": spec.page_bytes // spec.page_tokens,
-            "workspace_per_row": workspace_bytes(geometry, 4096) // 4096,
             **_card_workspace(geometry),
             "table": 2 * sum(ngram.rows * geometry.ngram_row for ngram in geometry.ngrams),
         }
+
+    def workspace_bytes(self, config: ModelConfig, rows: int, threads: int) -> int:
+        """Bytes that a forward of the first ``rows`` tokens of a text works in, weights kept as bfloat16."""
+        # imported when wanted, as the model is
+        from kittiwake.families.qwen4exp.room import workspace_bytes
+
+        return workspace_bytes(_geometry(config), rows, rows, threads, "bf16")
 
     def build(
         self,
@@ -235,10 +239,14 @@ def _check_numbers(source: TensorSource, name: str, expected: tuple[int, ...]) -
         raise ModelError(f"{name} in {source.path} holds {found[:4]} ..., the config gives {expected[:4]} ...")
 
 
-def _gguf_ends(source: TensorSource) -> tuple[int, ...]:
-    """The id that a GGUF file says ends a text."""
-    end = (source.config or {}).get("tokenizer.ggml.eos_token_id")
-    return (end,) if type(end) is int else ()
+def _gguf_ends(source: TensorSource, vocab_size: int) -> tuple[int, ...]:
+    """The ids that a GGUF file says end a text, a turn or a message. Raises ModelError for one that is no token's."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = {key: source.config[key] for key in keys if source.config and key in source.config}
+    for key, end in ends.items():
+        if type(end) is not int or not 0 <= end < vocab_size:
+            raise ModelError(f"{source.path}: {key} is {end!r}, expected the id of a token, 0 to {vocab_size - 1}")
+    return tuple(dict.fromkeys(ends.values()))
 
 
 def _gguf_tables(geometry: Geometry) -> list[str]:

@@ -29,17 +29,15 @@ from kittiwake.families.qwen4exp.blocks import (
     Rows,
     StreamMix,
     Taker,
-    all_buffers,
-    workspace_bytes,
 )
 from kittiwake.families.qwen4exp.geometry import Geometry, Ngram
 from kittiwake.families.qwen4exp.names import canonical_shapes, table_names
-from kittiwake.families.qwen4exp.ngram import NgramHash, next_history
-from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket
+from kittiwake.families.qwen4exp.ngram import NgramHash, move_histories
+from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_all
+from kittiwake.families.qwen4exp.room import product_shapes, workspace_bytes, workspace_words
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.families.rwkv_cpu import stored_rows
 from kittiwake.families.rwkv_names import listed
-from kittiwake.layers.experts import ROWS_AT_ONCE
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
 from kittiwake.layers.probe import pick_products
 from kittiwake.ops.block_attention import RotaryRows
@@ -48,6 +46,8 @@ from kittiwake.ops.matmul.cpu import activate_columns
 from kittiwake.ops.shift_mix.cpu import PARALLEL_VALUES
 
 _NOTHING = np.zeros((0, 1), dtype=np.float32)
+_PLANNED_ROWS = (1, 512, 4096)
+"""Rows of a forward, of a text from its beginning, whose room :meth:`Qwen4ExpModel.describe` tells."""
 
 
 class Layer:
@@ -95,7 +95,7 @@ class Qwen4ExpModel:
         self.state_spec = state_spec(g)
         shapes = canonical_shapes(g)
         self._drafts = {name for name in shapes if name.startswith("draft.")}
-        picks = pick_products(_product_shapes(g), threads, progress)
+        picks = pick_products(product_shapes(g), threads, progress)
 
         def group(products: Sequence[Product]) -> LinearGroup:
             return LinearGroup(products, picks, dtype, threads)
@@ -170,69 +170,85 @@ class Qwen4ExpModel:
         the others moved on as ever, where the table's rows of some sequences could not be read.
         """
         with self._workspace.lock, threads_in_force(self.threads):
-            states.reserve(batch.slots, np.diff(batch.starts))
-            out = self._make_room(batch)
-            rows = Rows(self._g, batch, states, self._workspace)
-            failures = self._trunk(batch, rows, hidden or {})
+            rows, out = self._make_room(batch, states)
+            reads = self._begin_reads(batch, rows)
+            try:
+                states.reserve(batch.slots, np.diff(batch.starts))
+                failures = self._trunk(batch, rows, reads, hidden or {})
+            finally:
+                for reader, ticket in reads:
+                    reader.drop(ticket)
             states.positions[batch.slots] += np.diff(batch.starts)
             logits = self._logits(rows, batch.want_rows, out)
         if failures:
             raise SequencesError(failures, logits)
         return logits
 
-    def _make_room(self, batch: Batch) -> np.ndarray:
-        """Get every buffer of this forward, and the logits'. Raises DeviceError where the system refuses the memory."""
-        g, n, wanted = self._g, batch.rows, len(batch.want_rows)
+    def _make_room(self, batch: Batch, states: StateTable) -> tuple[Rows, np.ndarray]:
+        """Get all that this forward works in, and room for its logits. Raises DeviceError where the system refuses it."""
+        n, wanted = batch.rows, len(batch.want_rows)
+        keys = int((states.positions[batch.slots] + np.diff(batch.starts)).max())
         try:
-            for name, columns in all_buffers(g).items():
-                self._workspace.get(name, n, columns)
-            for name, columns in (("wanted", g.stream_width), ("wanted_normed", g.stream_width)):
-                self._workspace.get(name, wanted, columns)
-            pairs = min(n, ROWS_AT_ONCE) * g.experts_used
-            self._workspace.get("experts_hidden", pairs, g.expert_width)
-            self._workspace.get("experts_out", pairs, g.width)
-            return np.empty((padded(wanted), g.vocab_size), dtype=np.float32)
+            for name, words in workspace_words(self._g, n, keys, wanted, self.threads, self.dtype).items():
+                self._workspace.reserve(name, words)
+            for reader in self._readers:
+                reader.make_room(batch)
+            out = np.empty((padded(wanted), self._g.vocab_size), dtype=np.float32)
+            return Rows(self._g, batch, states, self._workspace), out
         except MemoryError:
             raise DeviceError(
-                f"the system refuses {workspace_bytes(g, n):,} bytes to work in for {n:,} rows",
+                f"the system refuses {self.plan_bytes(n, keys):,} bytes to work in for {n:,} rows",
                 "take fewer rows at once: a lower max_chunk or max_rows",
             ) from None
 
-    def _trunk(self, batch: Batch, rows: Rows, wanted: Mapping[int, np.ndarray]) -> dict[int, CheckpointError]:
+    def plan_bytes(self, rows: int, keys: int) -> int:
+        """Bytes that a forward of ``rows`` rows works in whose last one sees ``keys`` tokens, logits left out."""
+        row_bytes = [reader.table.row_bytes for reader in self._readers]
+        return workspace_bytes(self._g, rows, keys, self.threads, self.dtype, row_bytes)
+
+    @property
+    def readers(self) -> Sequence[NgramReader]:
+        """What reads the n-gram tables, in the order of their layers."""
+        return self._readers
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes held to work in: what the largest forward so far took."""
+        return self._workspace.nbytes + sum(reader.workspace_bytes for reader in self._readers)
+
+    def _trunk(
+        self,
+        batch: Batch,
+        rows: Rows,
+        reads: Sequence[tuple[NgramReader, Ticket]],
+        wanted: Mapping[int, np.ndarray],
+    ) -> dict[int, CheckpointError]:
         """Run all layers over ``rows.x``; returns the sequences, by slot, whose n-grams could not be read."""
-        reads = self._begin_reads(batch, rows)
         failures: dict[int, CheckpointError] = {}
-        pending = (_NOTHING, _NOTHING)
-        try:
-            open_streams(self._embedding, batch.token_ids, self._g.streams, rows.x)
-            rotation = None if self._rotation is None else self._rotation(rows)
-            for index, layer in enumerate(self._layers):
-                if index in wanted or layer.ngram is not None:
-                    pending = self._settle(rows, pending)
-                if index in wanted:
-                    self._copy_streams(rows, wanted[index])
-                if layer.ngram is not None:
-                    reader, ticket = reads.pop(0)
-                    layer.ngram(rows, reader.take(ticket))
-                    failures |= ticket.failures
-                pending = self._run_layer(layer, rows, pending, rotation)
-            self._settle(rows, pending)
-            if len(self._layers) in wanted:
-                self._copy_streams(rows, wanted[len(self._layers)])
-        finally:
-            for reader, ticket in reads:
-                reader.drop(ticket)
+        pending, left = (_NOTHING, _NOTHING), iter(reads)
+        if self._readers:
+            move_histories(rows.states.part("ngram_ids")[0], batch)
+        open_streams(self._embedding, batch.token_ids, self._g.streams, rows.x)
+        rotation = None if self._rotation is None else self._rotation(rows)
+        for index, layer in enumerate(self._layers):
+            if index in wanted or layer.ngram is not None:
+                pending = self._settle(rows, pending)
+            if index in wanted:
+                self._copy_streams(rows, wanted[index])
+            if layer.ngram is not None:
+                reader, ticket = next(left)
+                layer.ngram(rows, reader.take(ticket))
+                failures |= ticket.failures
+            pending = self._run_layer(layer, rows, pending, rotation)
+        self._settle(rows, pending)
+        if len(self._layers) in wanted:
+            self._copy_streams(rows, wanted[len(self._layers)])
         return failures
 
     def _begin_reads(self, batch: Batch, rows: Rows) -> list[tuple[NgramReader, Ticket]]:
-        """Ask for the table's rows of every token, for each n-gram layer; the histories of the sequences move on."""
-        if not self._readers:
-            return []
-        table = rows.states.part("ngram_ids")[0]
-        history = table[batch.slots]
-        reads = [(reader, reader.begin(batch, history)) for reader in self._readers]
-        table[batch.slots] = next_history(batch.token_ids, batch.starts, history)
-        return reads
+        """Ask for the table's rows of every token, for each n-gram layer. Raises DeviceError, with nothing asked for."""
+        history = rows.states.part("ngram_ids")[0][batch.slots] if self._readers else _NOTHING
+        return begin_all(self._readers, batch, history)
 
     def _run_layer(
         self, layer: Layer, rows: Rows, pending: tuple[np.ndarray, np.ndarray], rotation: RotaryRows | None
@@ -267,7 +283,7 @@ class Qwen4ExpModel:
     def _copy_streams(self, rows: Rows, into: np.ndarray) -> None:
         """The mean of the streams, [N, C]."""
         g = self._g
-        into[:] = rows.x[: rows.count].reshape(rows.count, g.streams, g.width).mean(axis=1)
+        rows.x[: rows.count].reshape(rows.count, g.streams, g.width).mean(axis=1, out=into)
 
     def _logits(self, rows: Rows, want_rows: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Float32 [W, vocab] of the wanted rows: their streams mixed, and the head."""
@@ -275,11 +291,11 @@ class Qwen4ExpModel:
         if wanted == 0:
             return out
         chosen, normed = (self._workspace.get(name, wanted, g.stream_width) for name in ("wanted", "wanted_normed"))
-        chosen[:wanted] = rows.x[want_rows]
+        np.take(rows.x, want_rows, axis=0, out=chosen[:wanted], mode="clip")  # the default mode makes a copy first
         norm_streams(chosen, wanted, g.streams, self._output_mix.norm, rows.eps, normed)
         rows.count = wanted
         mixed, _ = self._output_mix(rows, normed)
-        return self._head(mixed, wanted, out)[:wanted]
+        return self._head(mixed, wanted, out, self._workspace)[:wanted]
 
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """There are no tuned initial states of this family. Raises ModelError."""
@@ -295,7 +311,8 @@ class Qwen4ExpModel:
             "weight_bytes": self.weight_bytes,
             "state_bytes": self.state_spec.slot_bytes,
             "state_bytes_per_token": self.state_spec.page_bytes // self.state_spec.page_tokens,
-            "workspace_bytes_per_row": workspace_bytes(self._g, 4) // 4,
+            "workspace_bytes": self.workspace_bytes,
+            "workspace_plan_bytes": {str(rows): self.plan_bytes(rows, rows) for rows in _PLANNED_ROWS},
             "products": list(picks.values()),
             "ngram_tables": [reader.describe() for reader in self._readers],
         }
@@ -318,14 +335,3 @@ def open_reader(g: Geometry, ngram: Ngram, tables: Mapping[str, RowTable]) -> Ng
             f"{name} has {table.rows:,} rows of {table.row_values}, expected {ngram.rows:,} of {g.ngram_row}"
         )
     return NgramReader(table, NgramHash(ngram.multipliers, ngram.head_sizes, ngram.offsets, g.ngram_end))
-
-
-def _product_shapes(g: Geometry) -> set[tuple[int, int]]:
-    """(K, N) of every product that goes through a group: not the experts', which have a kernel of their own."""
-    routed = ("experts.gate_up", "experts.down")
-    no_product = ("conv", "embedding.weight", *routed)
-    return {
-        (shape[1], shape[0])
-        for name, shape in canonical_shapes(g).items()
-        if len(shape) == 2 and not name.startswith("draft.") and not name.endswith(no_product)
-    }

@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 
+from kittiwake.engine.batch import Batch
 from kittiwake.errors import ModelError
 from kittiwake.families.qwen4exp.hashing import derive_head_sizes, derive_multipliers, padded_rows
 from kittiwake.ops.ngram_hash.cpu import ngram_hash
@@ -89,3 +90,8 @@ def next_history(token_ids: np.ndarray, starts: np.ndarray, history: np.ndarray)
         after[b, : len(newest)] = newest
         after[b, len(newest) :] = history[b, : carried - len(newest)]
     return after
+
+
+def move_histories(histories: np.ndarray, batch: Batch) -> None:
+    """Bring the histories [S, n - 1] of the slots of a batch behind its tokens, in place."""
+    histories[batch.slots] = next_history(batch.token_ids, batch.starts, histories[batch.slots])

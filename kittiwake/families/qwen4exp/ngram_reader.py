@@ -6,6 +6,8 @@ if the sequence, its tokens and the ids before them are then the same, so a wron
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +17,15 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.errors import CheckpointError, DeviceError, ModelError
 from kittiwake.families.qwen4exp.ngram import NgramHash, next_history
-from kittiwake.families.qwen4exp.row_pool import CACHE_BYTES, READERS, Gather, GatherBuffers, RowPool, now_ns
+from kittiwake.families.qwen4exp.row_pool import (
+    CACHE_BYTES,
+    READERS,
+    Gather,
+    GatherBuffers,
+    RowPool,
+    gather_bytes,
+    now_ns,
+)
 from kittiwake.layers.linear import padded
 from kittiwake.ops.row_reads.layout import AHEAD, URGENT
 
@@ -107,12 +117,29 @@ class NgramReader:
                 "the checkpoint is not complete, or its config is not its own",
             )
         self.hashing, self.stats = hashing, ReadStats()
-        self._looks_ahead = looks_ahead
+        self.looks_ahead = looks_ahead
+        """Whether rows of the chunk that is expected next are read ahead. Changes no bit."""
         self._pool = RowPool(table, readers=readers, cache_bytes=cache_bytes, is_direct=is_direct)
         self._buffers = [GatherBuffers(table.row_bytes, table.row_values) for _ in range(2)]
         """For the rows of a forward, and for those that are read ahead; they change places when those are used."""
         self._ahead: _LookAhead | None = None
         self._ticket: Ticket | None = None
+
+    def make_room(self, batch: Batch) -> None:
+        """Have the buffers that :meth:`begin` and :meth:`take` of a batch need. Raises MemoryError.
+
+        The one for reading ahead may be refused: nobody asked for its rows yet.
+        """
+        if self._ticket is not None:
+            self.drop(self._ticket)
+        self._make_buffers_room(self._buffers[0], batch.rows)
+        ahead = next((len(token_ids) for _, token_ids in batch.ahead), 0) if self.looks_ahead else 0
+        if ahead and self._ahead is None:
+            with suppress(MemoryError):
+                self._make_buffers_room(self._buffers[1], ahead)
+
+    def _make_buffers_room(self, buffers: GatherBuffers, rows: int) -> None:
+        buffers.make_room(rows * self.hashing.heads, padded(rows) * self.hashing.heads)
 
     def begin(self, batch: Batch, history: np.ndarray) -> Ticket:
         """Start reading the rows of a batch; history int64 [B, n - 1] as :meth:`NgramHash.rows` takes it, kept by copy.
@@ -207,7 +234,7 @@ class NgramReader:
     def _begin_ahead(self, ticket: Ticket) -> None:
         """Start reading for the first chunk that the batch expects next, unless that is under way already."""
         batch = ticket.batch
-        for slot, token_ids in batch.ahead if self._looks_ahead else ():
+        for slot, token_ids in batch.ahead if self.looks_ahead else ():
             found = np.flatnonzero(batch.slots == slot)
             if not len(found) or not len(token_ids):
                 continue
@@ -215,9 +242,9 @@ class NgramReader:
                 self._drop_ahead()
             tokens = np.array(token_ids, dtype=np.int64)
             history = next_history(batch.token_ids, batch.starts, ticket.history)[int(found[0])]
-            rows = self.hashing.rows(tokens, np.array([0, len(tokens)]), history[None])
             room = padded(len(tokens)) * self.hashing.heads
             try:
+                rows = self.hashing.rows(tokens, np.array([0, len(tokens)]), history[None])
                 gather = self._pool.start(AHEAD, self._buffers[1], rows.reshape(-1), None, room)
             except MemoryError:  # nobody asked for these rows yet
                 return
@@ -242,6 +269,20 @@ class NgramReader:
         """End the readers and close the table's files. Closing twice is harmless."""
         self._pool.close()
 
+    def forget_rows(self) -> None:
+        """Empty the cache of rows: the next forward reads all of its own anew."""
+        self._pool.forget()
+
+    @property
+    def table(self) -> RowTable:
+        """The table that is read."""
+        return self._pool.table
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return not self._pool.buffered_because
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes that buffers for the chunks seen so far take."""
@@ -249,9 +290,8 @@ class NgramReader:
 
     def plan_bytes(self, rows: int) -> int:
         """Bytes that buffers for chunks of this many rows take, the one for reading ahead too."""
-        table, asked = self._pool.table, rows * self.hashing.heads
-        each = table.row_bytes + 8 * 8 + 4 * table.row_values
-        return 2 * (asked * each + 16 + 4 * table.row_values * (padded(rows) - rows) * self.hashing.heads)
+        table, heads = self._pool.table, self.hashing.heads
+        return 2 * gather_bytes(rows * heads, padded(rows) * heads, table.row_bytes, table.row_values)
 
     def describe(self) -> dict[str, Any]:
         """The table, how it is read, and what was read so far: JSON values."""
@@ -260,3 +300,16 @@ class NgramReader:
             "workspace_bytes": self.workspace_bytes,
             "gathered": {**asdict(self.stats), "hidden_share": self.stats.hidden_share},
         }
+
+
+def begin_all(readers: Sequence[NgramReader], batch: Batch, history: np.ndarray) -> list[tuple[NgramReader, Ticket]]:
+    """:meth:`NgramReader.begin` of every reader. Raises DeviceError, with nothing asked for."""
+    reads: list[tuple[NgramReader, Ticket]] = []
+    try:
+        for reader in readers:
+            reads.append((reader, reader.begin(batch, history)))
+    except DeviceError:
+        for reader, ticket in reads:
+            reader.drop(ticket)
+        raise
+    return reads

@@ -21,7 +21,14 @@ READERS = 32
 """Threads of a pool: reads wait for the disk, not for a core, so more than there are cores."""
 CACHE_BYTES = 8 << 20
 MAX_READERS = 1024
+PLANNING_BYTES = 5 * 8
+"""Bytes a row asked for that planning a gather takes: its number, its place, and their order."""
 _NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def gather_bytes(asked: int, out_rows: int, row_bytes: int, row_values: int) -> int:
+    """Bytes of :class:`GatherBuffers` with room for ``asked`` rows that are read into ``out_rows`` places."""
+    return asked * (row_bytes + 8 * 8) + 2 * 8 + 4 * row_values * out_rows
 
 
 class GatherBuffers:
@@ -35,6 +42,11 @@ class GatherBuffers:
 
     def _grow(self, asked: int) -> None:
         self._capacity = -1  # until all of it is there
+        self.ids = self.begins = self.status = self.misses = self.job_parts = (
+            _NOTHING  # the old goes before the new comes
+        )
+        self.target_first = self.job_first = self.targets = _NOTHING
+        self.packed = np.zeros((0, self._row_bytes), np.uint8)
         self.ids, self.begins, self.status, self.misses, self.job_parts = np.zeros((5, asked), np.int64)
         self.target_first, self.job_first = np.zeros((2, asked + 1), np.int64)
         self.targets = np.zeros(asked, np.int64)
@@ -49,6 +61,7 @@ class GatherBuffers:
         if asked > self._capacity:
             self._grow(asked)
         if out_rows > len(self.out):
+            self.out = np.zeros((0, self._row_values), dtype=np.float32)
             self.out = np.zeros((out_rows, self._row_values), dtype=np.float32)
 
     @property
@@ -162,6 +175,10 @@ class RowPool:
         self._polls = [_poll_of(end) for end, _ in ends]
         self._finalizer = weakref.finalize(self, self._shared.shut)
         self._start_readers()
+
+    def forget(self) -> None:
+        """Empty the cache of rows."""
+        self._tags[:], self._stamps[:] = -1, 0
 
     def _make_cache(self, cache_bytes: int) -> None:
         sets = cache_bytes // (self.table.row_bytes * WAYS)

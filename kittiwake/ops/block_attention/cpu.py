@@ -7,6 +7,8 @@ each in a lane of its own: which rows stand side by side, and on how many thread
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numba import get_num_threads, prange
@@ -29,8 +31,72 @@ SCORED = 128
 """Block keys scored at a time."""
 PAD = 16
 """Values after each line of turned keys: lines a power of two apart would fall on the same places of the cache."""
+_APART = 64
+"""Threads' scratch begins so many values apart, so that no two write to one line of the cache."""
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
+
+Take = Callable[[str, int, str], np.ndarray]
+"""``take(name, count, dtype)``: a vector of so many values to work in, with what was in it."""
+Sizes = dict[str, tuple[int, str]]
+"""Count of values and dtype by name."""
+
+
+@dataclass(frozen=True)
+class AttentionRoom:
+    """What the layers of one forward work in one after another, and what they have in common."""
+
+    chosen: np.ndarray  # int32 [N, budget blocks], the blocks that a row sees
+    owner: np.ndarray  # int64 [N], the sequence of each row
+    positions: np.ndarray  # int64 [N], the absolute position of each row
+    tiles: np.ndarray  # int64 [tiles, 3], see _tiles
+    values: np.ndarray  # float32 [threads, F], scratch of each thread
+    places: np.ndarray  # int64 [threads, P], the same
+
+
+def room_sizes(shape: AttentionShape, rows: int, keys: int, threads: int) -> Sizes:
+    """What :func:`attention_room` takes for ``rows`` rows, the last of which sees up to ``keys`` keys."""
+    dim, group = shape.head_dim, shape.heads // shape.kv_heads
+    attending = dim * (SPLIT + PAD) + SPLIT * dim + 4 * max(dim, SPLIT) + TILE * group * (dim + 2)
+    selecting = 0
+    if shape.index_heads:
+        selecting = shape.index_dim * (SCORED + PAD) + 2 * SCORED + TILE * (keys // shape.ratio)
+    each = -(-max(attending, selecting) // _APART) * _APART
+    return {
+        "attention_chosen": (rows * shape.budget_blocks, "int32"),
+        "attention_rows": (5 * rows, "int64"),
+        "attention_values": (threads * each, "float32"),
+        "attention_places": (threads * (3 * max(SPLIT, SCORED) + _APART), "int64"),
+    }
+
+
+def attention_room(
+    shape: AttentionShape, starts: np.ndarray, positions: np.ndarray, take: Take | None = None
+) -> AttentionRoom:
+    """The room for packed rows of sequences that have seen ``positions`` int64 [B] tokens, for the threads in force.
+
+    ``take`` left out: memory of its own. Raises MemoryError.
+    """
+    rows, threads = int(starts[-1]), get_num_threads()
+    keys = int((positions + np.diff(starts)).max(initial=0))
+    found = {
+        name: np.empty(count, dtype) if take is None else take(name, count, dtype)
+        for name, (count, dtype) in room_sizes(shape, rows, keys, threads).items()
+    }
+    owner, at, rest = np.split(found["attention_rows"], [rows, 2 * rows])
+    owner[:] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    at[:] = row_positions(starts, positions)
+    dealt = _tiles(starts, threads)
+    tiles = rest[: dealt.size].reshape(dealt.shape)
+    tiles[:] = dealt
+    return AttentionRoom(
+        found["attention_chosen"].reshape(rows, shape.budget_blocks),
+        owner,
+        at,
+        tiles,
+        found["attention_values"].reshape(threads, -1),
+        found["attention_places"].reshape(threads, -1),
+    )
 
 
 @kernel()
@@ -49,12 +115,16 @@ def _turn_rows(positions, inv_freq, factor, ratio, cos, sin, block_cos, block_si
         _turn(positions[i] // ratio * ratio, inv_freq, factor, block_cos[i], block_sin[i])
 
 
-def rotary(positions: np.ndarray, inv_freq: np.ndarray, factor: float, ratio: int) -> RotaryRows:
+def rotary(
+    positions: np.ndarray, inv_freq: np.ndarray, factor: float, ratio: int, out: np.ndarray | None = None
+) -> RotaryRows:
     """What turns rows at ``positions``, int64 [N] absolute; made once a forward, the same in all its layers.
 
     ``inv_freq`` float32 [rotary_dim / 2]; cosines and sines are times ``factor``; ``ratio`` is the size of a block.
+    ``out`` float32 [4 N rotary_dim / 2] is where they go; left out: memory of their own.
     """
-    made = np.empty((4, positions.shape[0], inv_freq.shape[0]), dtype=np.float32)
+    shape = (4, positions.shape[0], inv_freq.shape[0])
+    made = np.empty(shape, dtype=np.float32) if out is None else out.reshape(shape)
     _turn_rows(positions, inv_freq, float(factor), ratio, made[0], made[1], made[2], made[3])
     return RotaryRows(made[0], made[1], made[2], made[3])
 
@@ -300,19 +370,24 @@ def _finish(row, gate_column, dim, sums, kept, out):  # type: ignore[no-untyped-
 
 @kernel()
 def _attend_tile(  # type: ignore[no-untyped-def]
-    proj, q_column, group, positions, keys, values, pages, ratio, budget, chosen, first, last, kv_head, out
+    proj, q_column, group, positions, keys, values, pages, ratio, budget, chosen, first, last, kv_head, own, own_places,
+    out,
 ):  # fmt: skip
-    """Rows first to last of one sequence, all query heads of one key head. ``budget`` blocks; below 0 all rows are dense."""
-    dim = keys.shape[3]
+    """Rows first to last of one sequence, all query heads of one key head. ``budget`` blocks; below 0 all rows are dense.
+
+    ``own`` and ``own_places`` are the thread's scratch.
+    """
+    dim, rows = keys.shape[3], last - first
     left = kv_head * group
     column = q_column + 2 * left * dim
     scale = np.float32(1.0 / math.sqrt(dim))
-    turned = np.empty((dim, SPLIT + PAD), np.float32)
-    gathered = np.empty((SPLIT, dim), np.float32)
-    tokens, places = np.empty(SPLIT, np.int64), np.empty((2, SPLIT), np.int64)
-    room = np.empty((4, max(dim, SPLIT)), np.float32)
-    kept = np.empty((last - first, group, dim), np.float32)
-    sums = np.empty((last - first, group, 2), np.float32)
+    turned, at = own[: dim * (SPLIT + PAD)].reshape((dim, SPLIT + PAD)), dim * (SPLIT + PAD)
+    gathered, at = own[at : at + SPLIT * dim].reshape((SPLIT, dim)), at + SPLIT * dim
+    wide = max(dim, SPLIT)
+    room, at = own[at : at + 4 * wide].reshape((4, wide)), at + 4 * wide
+    kept, at = own[at : at + rows * group * dim].reshape((rows, group, dim)), at + rows * group * dim
+    sums = own[at : at + rows * group * 2].reshape((rows, group, 2))
+    tokens, places = own_places[:SPLIT], own_places[SPLIT : 3 * SPLIT].reshape((2, SPLIT))
     middle = last  # rows before it are dense
     while budget >= 0 and middle > first and (positions[middle - 1] + 1) // ratio > budget:
         middle -= 1
@@ -392,18 +467,20 @@ def _add_relu(s, scores):  # type: ignore[no-untyped-def]
 
 
 @kernel()
-def _select_tile(proj, column, heads, positions, blocks, pages, ratio, chosen, first, last):  # type: ignore[no-untyped-def]
-    """Choose the blocks of rows first to last of one sequence, those that are sparse."""
+def _select_tile(  # type: ignore[no-untyped-def]
+    proj, column, heads, positions, blocks, pages, ratio, chosen, first, last, own, own_places
+):  # fmt: skip
+    """Choose the blocks of rows first to last of one sequence, those that are sparse; own and own_places are scratch."""
     budget, dim = chosen.shape[1], blocks.shape[2]
     while first < last and (positions[first] + 1) // ratio <= budget:
         first += 1
     if first == last:
         return
     most = (positions[last - 1] + 1) // ratio
-    scores = np.empty((last - first, most), np.float32)
-    turned = np.empty((dim, SCORED + PAD), np.float32)
-    room = np.empty((2, SCORED), np.float32)
-    places = np.empty((2, SCORED), np.int64)
+    turned, used = own[: dim * (SCORED + PAD)].reshape((dim, SCORED + PAD)), dim * (SCORED + PAD)
+    room, used = own[used : used + 2 * SCORED].reshape((2, SCORED)), used + 2 * SCORED
+    scores = own[used : used + (last - first) * most].reshape((last - first, most))
+    places = own_places[: 2 * SCORED].reshape((2, SCORED))
     for begin in range(0, most, SCORED):
         for j in range(min(SCORED, most - begin)):
             places[0, j] = pages[(begin + j) // blocks.shape[1]]
@@ -430,9 +507,10 @@ def _select_tile(proj, column, heads, positions, blocks, pages, ratio, chosen, f
 @kernel(parallel=True)
 def _run(  # type: ignore[no-untyped-def]
     proj, at, heads, index_heads, norm_q, norm_k, norm_index_q, norm_index_k, eps, cos, sin, block_cos, block_sin,
-    starts, slots, owner, positions, tiles, keys, values, blocks, open_rows, pages, ratio, budget, parts, chosen, out,
+    starts, slots, owner, positions, tiles, keys, values, blocks, open_rows, pages, ratio, budget, chosen, scratch,
+    scratch_places, out,
 ):  # fmt: skip
-    rows, kv_heads = owner.shape[0], keys.shape[2]
+    rows, kv_heads, parts, count = owner.shape[0], keys.shape[2], scratch.shape[0], tiles.shape[0]
     for part in prange(parts):
         _enter_rows(
             proj, at, heads, index_heads, owner, cos, sin, norm_q, norm_k, norm_index_q, eps, slots, positions, pages,
@@ -444,16 +522,20 @@ def _run(  # type: ignore[no-untyped-def]
                 proj, at[4], block_cos, block_sin, norm_index_k, eps, positions, starts[b], starts[b + 1], slots[b],
                 pages, keys.shape[1], open_rows, blocks,
             )  # fmt: skip
-        for n in prange(tiles.shape[0]):
-            own = pages[slots[tiles[n, 0]]]
-            _select_tile(proj, at[3], index_heads, positions, blocks, own, ratio, chosen, tiles[n, 1], tiles[n, 2])
-    for task in prange(tiles.shape[0] * kv_heads):
-        n = task // kv_heads
-        own = pages[slots[tiles[n, 0]]]
-        _attend_tile(
-            proj, at[0], heads // kv_heads, positions, keys, values, own, ratio, budget, chosen, tiles[n, 1], tiles[n, 2],
-            task % kv_heads, out,
-        )  # fmt: skip
+        for part in prange(parts):
+            for n in range(count * part // parts, count * (part + 1) // parts):
+                _select_tile(
+                    proj, at[3], index_heads, positions, blocks, pages[slots[tiles[n, 0]]], ratio, chosen, tiles[n, 1],
+                    tiles[n, 2], scratch[part], scratch_places[part],
+                )  # fmt: skip
+    tasks = count * kv_heads
+    for part in prange(parts):
+        for task in range(tasks * part // parts, tasks * (part + 1) // parts):
+            n = task // kv_heads
+            _attend_tile(
+                proj, at[0], heads // kv_heads, positions, keys, values, pages[slots[tiles[n, 0]]], ratio, budget,
+                chosen, tiles[n, 1], tiles[n, 2], task % kv_heads, scratch[part], scratch_places[part], out,
+            )  # fmt: skip
 
 
 def _tiles(starts: np.ndarray, threads: int) -> np.ndarray:
@@ -477,22 +559,23 @@ def block_attention(
     positions: np.ndarray,
     memory: AttentionMemory,
     out: np.ndarray,
+    room: AttentionRoom | None = None,
 ) -> None:
     """One layer's attention between its products, for packed rows.
 
     proj float32 [≥ N, X] holds the raw projections at ``columns``; queries are normed and rotated in it. ``positions``
     int64 [B] are the tokens that each sequence has seen before these rows, ``rope`` is of the rows' own positions
     (:func:`rotary`). ``memory`` must have pages for the rows: their keys, values, index keys and completed blocks are
-    written there. out [≥ N, heads * head_dim] is written, gated.
+    written there. out [≥ N, heads * head_dim] is written, gated. ``room`` is that of :func:`attention_room` for these rows;
+    left out: memory of its own.
     """
-    rows, threads = int(starts[-1]), get_num_threads()
-    owner = np.repeat(np.arange(len(slots)), np.diff(starts))
+    if room is None:
+        room = attention_room(shape, starts, positions)
     budget = shape.budget_blocks if shape.index_heads else -1
-    chosen = np.empty((rows, shape.budget_blocks), dtype=np.int32)
     at = np.array([columns.q_gate, columns.k, columns.v, columns.index_q, columns.index_k], dtype=np.int64)
     _run(
         proj, at, shape.heads, shape.index_heads, norms.q, norms.k, norms.index_q, norms.index_k, norms.eps,
-        rope.cos, rope.sin, rope.block_cos, rope.block_sin, starts, slots, owner,
-        row_positions(starts, positions), _tiles(starts, threads), memory.keys, memory.values, memory.blocks,
-        memory.open_rows, memory.pages, shape.ratio, budget, threads, chosen, out,
+        rope.cos, rope.sin, rope.block_cos, rope.block_sin, starts, slots, room.owner, room.positions, room.tiles,
+        memory.keys, memory.values, memory.blocks, memory.open_rows, memory.pages, shape.ratio, budget, room.chosen,
+        room.values, room.places, out,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,36 @@ def test_the_prefix_cache_changes_no_token(folder: Path, llm: LLM) -> None:
     expected = [answer(llm, PROMPT + tail, GREEDY) for tail in ("a", "b", "c")]
     with LLM(folder, threads=2, slots=3, cache_ram_bytes=64 << 20, cache_min_tokens=1) as cached:
         assert [answer(cached, PROMPT + tail, GREEDY) for tail in ("a", "b", "c")] == expected
+
+
+def test_turns_of_a_chat_share_pages_and_change_no_bit(
+    folder: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stop strings, for which text is taken back, forks, and a fresh start from a file in between."""
+    monkeypatch.setattr("kittiwake.families.qwen4exp.state.PAGE_TOKENS", 8)
+    with LLM(folder, threads=2, slots=3, cache_ram_bytes=64 << 20, cache_min_tokens=1, max_chunk=29) as cached:
+        ids, states = llm.encode(PROMPT), []
+        for turn in range(6):
+            said = llm.generate(ids, GREEDY)[0].text
+            params = replace(GREEDY, stop=(said[9:13],)) if turn % 2 else GREEDY
+            found = cached.generate(ids, params, keep_state=True)[0]
+            fresh = llm.generate(ids, params, keep_state=True)[0]
+            assert found.finish_reason == ("stop" if turn % 2 else "length")
+            assert found.token_ids == fresh.token_ids and found.state is not None and fresh.state is not None
+            assert found.state.saved.digest == fresh.state.saved.digest and found.state.tokens == fresh.state.tokens
+            states.append(found.state)
+            ids = [*found.state.tokens, *llm.encode(f"turn {turn}")]
+        stats = cached.engine.stats().cache
+        assert stats is not None and stats.hits["memory"] == 5
+        pages = [state.saved.pages for state in states]
+        assert all(after[: len(before)] == before for before, after in pairwise(pages)) and len(pages[-1]) > 15
+        cached.save_state(states[2], tmp_path / "2.state")
+        loaded = cached.load_state(tmp_path / "2.state")
+        forks = cached.generate(["a", "b"], GREEDY, start_from=loaded, keep_state=True)
+        for text, fork in zip("ab", forks, strict=True):
+            assert fork.token_ids == answer(llm, text, GREEDY, start_from=states[2]) and fork.state is not None
+            assert fork.state.saved.pages[: len(pages[2])] == loaded.saved.pages
+            assert not {*fork.state.saved.pages} & {*pages[2]}
 
 
 def test_scores_are_those_of_any_cut(llm: LLM) -> None:

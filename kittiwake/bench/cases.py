@@ -133,7 +133,7 @@ def check_case(subject: Subject, case: Case, seed: int) -> None:
     slot, row = subject.slots[chosen], ids[chosen]
     subject.clear()
     together = subject.forward(subject.pack(ids))[chosen]
-    crowd_state = subject.states.save(slot)
+    crowd_state = subject.states.save(slot, whole=True)
     pieces = [piece for piece in (row[:cut], row[cut:]) if piece]
     alone, lone_state = _run(subject, slot, pieces)
     if not _is_same(together, crowd_state, alone, lone_state):
@@ -169,7 +169,7 @@ def _run(subject: Subject, slot: int, pieces: Sequence[Sequence[int]]) -> tuple[
     subject.states.clear(slot)
     for piece in pieces:
         logits = subject.forward(Batch.pack([(slot, list(piece))]))
-    return logits[0], subject.states.save(slot)
+    return logits[0], subject.states.save(slot, whole=True)
 
 
 def _is_same(logits: np.ndarray, state: SavedState, other_logits: np.ndarray, other_state: SavedState) -> bool:

@@ -53,27 +53,27 @@ class CudaStateTable(StateTable):
             self._rooms[name] = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._rooms[name]
 
-    def _copy(self, part: StatePart, slot: int, position: int) -> np.ndarray:
+    def _copy(self, part: StatePart, slot: int, position: int, first: int = 0) -> np.ndarray:
         """A part of a slot in host memory, as it is once everything enqueued has run."""
         if part.on_host:
-            return super()._copy(part, slot, position)
+            return super()._copy(part, slot, position, first)
         array = self._arrays[part.name]
         if part.kind is not PartKind.GROWING:
             copied: np.ndarray = array[:, slot].to("cpu", copy=True).numpy()
             return copied
-        saved = np.empty(self.spec.saved_kinds(position)[part.name][0], dtype=part.dtype)
-        for page, rows in self._page_rows(part, slot, position):
+        saved = self._room_for_rows(part, position, first)
+        for page, rows in self._page_rows(part, slot, position, first):
             saved[:, rows] = array[:, page, : rows.stop - rows.start].cpu().numpy()
         return saved
 
-    def _write(self, part: StatePart, slot: int, values: np.ndarray, position: int) -> None:
+    def _write(self, part: StatePart, slot: int, values: np.ndarray, position: int, first: int = 0) -> None:
         if part.on_host:
-            super()._write(part, slot, values, position)
+            super()._write(part, slot, values, position, first)
             return
         array = self._arrays[part.name]
         if part.kind is not PartKind.GROWING:
             array[:, slot].copy_(torch.from_numpy(np.ascontiguousarray(values)))
             return
-        for page, rows in self._page_rows(part, slot, position):
+        for page, rows in self._page_rows(part, slot, position, first):
             piece = torch.from_numpy(np.ascontiguousarray(values[:, rows]))
             array[:, page, : rows.stop - rows.start].copy_(piece)

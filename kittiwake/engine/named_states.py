@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,13 +40,19 @@ class NamedState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Bytes in memory, pages that it shares with other states among them."""
+        return self.own_nbytes + sum(page.nbytes for page in self.kept.saved.pages)
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes in memory outside the pages that other states may share."""
         logits = self.kept.logits.nbytes if self.kept.logits is not None else 0
-        return self.kept.saved.nbytes + logits + 4 * len(self.kept.tokens)
+        return self.kept.saved.own_nbytes + logits + 4 * len(self.kept.tokens)
 
 
 class NamedStates:
-    """States by name under a budget of bytes, of which a fork costs none until its origin is deleted. Thread-safe.
+    """States by name under a budget of bytes, of which a fork costs none until its origin is deleted, and a page that
+    several states share is counted once. Thread-safe.
 
     With a ``folder`` each is a state file there too, ``NAME.state``, and all are read when this is made; files of other
     models are left alone.
@@ -74,8 +81,8 @@ class NamedStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states; one with several names counts once."""
-        return sum({id(state.kept): state.nbytes for state in self._states.values()}.values())
+        """Bytes of all states; one with several names counts once, and so does a page in several states."""
+        return _total_bytes(self._states.values())
 
     def list(self) -> list[NamedState]:
         """All of them, by name."""
@@ -113,8 +120,7 @@ class NamedStates:
         return state
 
     def _check_budget(self, state: NamedState) -> None:
-        others = {id(other.kept): other.nbytes for other in self._states.values() if other.name != state.name}
-        total = sum((others | {id(state.kept): state.nbytes}).values())
+        total = _total_bytes([*(other for other in self._states.values() if other.name != state.name), state])
         if total > self.budget_bytes:
             raise StateBudgetError(
                 f"the state {state.name!r} has {state.nbytes:,} bytes and would bring all named states to {total:,}, "
@@ -143,6 +149,13 @@ class NamedStates:
                 with writing(path), suppress(FileNotFoundError):
                     path.unlink()
             del self._states[name]
+
+
+def _total_bytes(states: Iterable[NamedState]) -> int:
+    """Bytes in memory of all these together."""
+    values = {id(state.kept): state for state in states}.values()
+    pages = {page for state in values for page in state.kept.saved.pages}
+    return sum(state.own_nbytes for state in values) + sum(page.nbytes for page in pages)
 
 
 def check_name(name: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kittiwake.device import available_memory
 from kittiwake.engine.request import KeptState
+from kittiwake.engine.saved_pages import PageHolders
 from kittiwake.engine.states import SavedState
 from kittiwake.engine.token_tree import Node, TokenTree
 
@@ -107,6 +108,7 @@ class CacheStats:
 
     entries: int
     bytes: int
+    """Of all entries; pages that several of them share count once."""
     budget_bytes: int
     hits: dict[str, int]
     """Requests by where their prefix came from: "memory", "disk", "shared"."""
@@ -123,7 +125,8 @@ class _Entry:
     key: str
     node: Node[_Entry] = field(init=False)
     prefix: Prefix
-    nbytes: int
+    own_bytes: int
+    """What goes with it whoever else holds its pages."""
 
 
 class PrefixCache:
@@ -136,6 +139,7 @@ class PrefixCache:
         self.tokens_saved = 0
         self._trees: dict[str, TokenTree[_Entry]] = {}
         self._by_use: OrderedDict[_Entry, None] = OrderedDict()  # longest unused first
+        self._holders = PageHolders()
         self._bytes = self._inserted = self._evicted = 0
 
     def find(self, key: str, tokens: np.ndarray) -> Found:
@@ -169,13 +173,13 @@ class PrefixCache:
             if node is not None and node.depth == len(tokens) and node.value is not None:
                 self._by_use.move_to_end(node.value)
                 return
-        nbytes = prefix.saved.nbytes + prefix.logits.nbytes + tokens.nbytes + ENTRY_BYTES
-        if nbytes > self.budget_bytes:
+        beside = prefix.logits.nbytes + tokens.nbytes + ENTRY_BYTES
+        if prefix.saved.nbytes + beside > self.budget_bytes:
             return
-        entry = _Entry(key, prefix, nbytes)
+        entry = _Entry(key, prefix, prefix.saved.own_nbytes + beside)
         entry.node = self._trees.setdefault(key, TokenTree()).insert(tokens, entry)
         self._by_use[entry] = None
-        self._bytes += nbytes
+        self._bytes += entry.own_bytes + self._holders.add(prefix.saved.pages)
         self._inserted += 1
         # only now: it shows where texts part, and such places are worth more
         while self._bytes > self.budget_bytes:
@@ -196,7 +200,7 @@ class PrefixCache:
         if not tree:
             del self._trees[entry.key]
         del self._by_use[entry]
-        self._bytes -= entry.nbytes
+        self._bytes -= entry.own_bytes + self._holders.remove(entry.prefix.saved.pages)
 
     def clear(self) -> None:
         """Forget what is in memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def encode_state(
 
     Raises StateError for a state of another model.
     """
-    arrays = _arrays(kept)
+    tensors = _tensors(kept)
     check_parts(kept, owner, "the state")
     content = {
         "kind": kind,
@@ -77,15 +77,15 @@ def encode_state(
         "model": owner.model,
         "dtype": owner.dtype,
         "position": str(kept.saved.position),
-        "tokens_sha256": hashlib.sha256(_bytes(arrays["tokens"])).hexdigest(),
+        "tokens_sha256": hashlib.sha256(_bytes(tensors["tokens"].pieces[0])).hexdigest(),
         "initial": kept.initial,
         **(more or {}),
     }
-    content["sha256"] = _digest(content, arrays)
-    header = _header(content, arrays)
+    content["sha256"] = _digest(content, tensors)
+    header = _header(content, tensors)
     yield len(header).to_bytes(8, "little") + header
-    for array in arrays.values():
-        yield _bytes(array)
+    for tensor in tensors.values():
+        yield from map(_bytes, tensor.pieces)
 
 
 def load_state(path: Path, owner: StateOwner, *, kind: str = KIND, more: Mapping[str, str] | None = None) -> KeptState:
@@ -106,7 +106,8 @@ def load_state(path: Path, owner: StateOwner, *, kind: str = KIND, more: Mapping
     tokens = tuple(arrays["tokens"].tolist())
     kept = KeptState(SavedState(int(content["position"]), parts), tokens, arrays.get("logits"), content["initial"])
     check_parts(kept, owner, str(path))
-    return kept
+    logits = None if kept.logits is None else kept.logits.copy()  # nothing holds on to the bytes of the file
+    return replace(kept, saved=owner.spec.in_pages(kept.saved), logits=logits)
 
 
 def read_label(path: Path) -> tuple[dict[str, Any], np.ndarray]:
@@ -133,37 +134,64 @@ def read_label(path: Path) -> tuple[dict[str, Any], np.ndarray]:
     return content, tokens.astype(np.int32, copy=False)
 
 
-def _arrays(kept: KeptState) -> dict[str, np.ndarray]:
-    """Every tensor of the file in file order, contiguous and little-endian."""
-    arrays = {f"state.{name}": array for name, array in sorted(kept.saved.parts.items())}
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file, and its values in order."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    pieces: tuple[np.ndarray, ...]
+    """Contiguous and little-endian."""
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> _Tensor:
+        """A whole array."""
+        return cls(array.dtype, array.shape, (_little(array),))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def _little(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+
+
+def _tensors(kept: KeptState) -> dict[str, _Tensor]:
+    """Every tensor of the file in file order. Pages of the state are not copied."""
+    tensors = {}
+    for name, (shape, dtype) in sorted(kept.saved.kinds().items()):
+        pieces = tuple(map(_little, kept.saved.paged.pieces(name)))
+        tensors[f"state.{name}"] = _Tensor(np.dtype(dtype), shape, pieces)
     if kept.logits is not None:
-        arrays["logits"] = kept.logits
-    arrays["tokens"] = np.asarray(kept.tokens, dtype=np.int32)
-    little = {name: np.ascontiguousarray(a, dtype=a.dtype.newbyteorder("<")) for name, a in arrays.items()}
+        tensors["logits"] = _Tensor.of(kept.logits)
+    tensors["tokens"] = _Tensor.of(np.asarray(kept.tokens, dtype=np.int32))
     # widest types first, so that every array lies on a multiple of its size
-    return dict(sorted(little.items(), key=lambda item: -item[1].itemsize))
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def _bytes(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _digest(content: dict[str, str], arrays: dict[str, np.ndarray]) -> str:
+def _digest(content: dict[str, str], tensors: dict[str, _Tensor]) -> str:
     """sha-256 (hex) over the header without its digest, and the data."""
     covered = {key: value for key, value in content.items() if key != "sha256"}
-    digest = hashlib.sha256(_header(covered, arrays))
-    for array in arrays.values():
-        digest.update(_bytes(array))
+    digest = hashlib.sha256(_header(covered, tensors))
+    for tensor in tensors.values():
+        for piece in tensor.pieces:
+            digest.update(_bytes(piece))
     return digest.hexdigest()
 
 
-def _header(content: dict[str, str], arrays: dict[str, np.ndarray]) -> bytes:
+def _header(content: dict[str, str], tensors: dict[str, _Tensor]) -> bytes:
     """The header's one spelling, padded so that the data begins on a multiple of eight."""
     header: dict[str, Any] = {"__metadata__": content}
     end = 0
-    for name, array in arrays.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
@@ -189,7 +217,8 @@ def _read(path: Path, kind: str = KIND, keys: Set[str] = _KEYS) -> tuple[dict[st
             )
         values = data[entry.begin : entry.end].view(np.dtype(dtype).newbyteorder("<"))
         arrays[entry.info.name] = values.reshape(entry.info.shape).astype(dtype, copy=False)
-    if _header(content, arrays) != raw or _digest(content, arrays) != content["sha256"]:
+    tensors = {name: _Tensor.of(array) for name, array in arrays.items()}
+    if _header(content, tensors) != raw or _digest(content, tensors) != content["sha256"]:
         raise StateFileError(f"{path} does not hold what was saved: its sha-256 is another", _DAMAGED)
     _check_tokens(path, content, arrays)
     return content, arrays
@@ -241,7 +270,7 @@ def _check_owner(path: Path, content: dict[str, str], owner: StateOwner) -> None
 def check_parts(kept: KeptState, owner: StateOwner, what: str) -> None:
     """Raise StateFileError unless shapes, types and token ids are the model's."""
     expected = owner.spec.saved_kinds(kept.saved.position)
-    found = {name: (array.shape, array.dtype.name) for name, array in kept.saved.parts.items()}
+    found = kept.saved.kinds()
     if found.keys() != expected.keys():
         raise StateFileError(f"{what} has the parts {sorted(found)}, this model's are {sorted(expected)}")
     for name, (shape, dtype) in expected.items():

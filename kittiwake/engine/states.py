@@ -4,12 +4,14 @@ A family declares its state as a :class:`StateSpec`; nobody outside the family k
 cannot be rewound: it may be continued only by tokens that extend exactly what it has seen.
 
 Parts that grow with the length lie in *pages* of a pool that all slots share: a page holds the rows of so many tokens
-of every growing part, and ``pages`` tells which pages a slot has.
+of every growing part, and ``pages`` tells which pages a slot has. A full page changes no more until its slot goes back
+or begins anew; until then, states that are saved of the slot share one copy of it (:mod:`kittiwake.engine.saved_pages`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kittiwake.device import available_memory, device_memory_for
+from kittiwake.engine.saved_pages import PagedParts, SavedPage
 from kittiwake.errors import PagesError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -119,27 +122,63 @@ class StateSpec:
             return (self.part_layers(part), position // part.every, *part.shape)
         return (self.part_layers(part), *part.shape)
 
+    def in_pages(self, saved: SavedState) -> SavedState:
+        """A state of this spec that has whole arrays, copied so that later states can share its full pages."""
+        whole, full = saved.parts, saved.position // self.page_tokens
+        if not self.growing or not full or saved.pages:
+            return saved
+        per_page = {part.name: self.page_tokens // part.every for part in self.growing}
+        pages = tuple(
+            SavedPage({name: whole[name][:, index * n : (index + 1) * n].copy() for name, n in per_page.items()})
+            for index in range(full)
+        )
+        own = {
+            name: (array[:, full * per_page[name] :] if name in per_page else array).copy()
+            for name, array in whole.items()
+        }
+        return SavedState(saved.position, PagedParts(own, pages, self.page_tokens))
+
 
 @dataclass(frozen=True)
 class SavedState:
     """A copy of one slot: position and arrays by part name, [L, *shape], of growing parts [L, rows, *shape]. Immutable by
-    agreement."""
+    agreement. The rows of full pages may be shared with other states; ``parts`` joins them at every look-up."""
 
     position: int
     parts: Mapping[str, np.ndarray]
 
     @property
+    def paged(self) -> PagedParts:
+        """The parts as what may be shared and what is the state's own."""
+        return self.parts if isinstance(self.parts, PagedParts) else PagedParts(self.parts)
+
+    @property
+    def pages(self) -> tuple[SavedPage, ...]:
+        """The full pages that other states may share; none where the arrays are whole."""
+        return self.paged.pages
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes outside ``pages``."""
+        return self.paged.own_nbytes
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.parts.values())
+        """Bytes of all arrays, pages that other states share among them."""
+        return self.own_nbytes + sum(page.nbytes for page in self.pages)
+
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype by part name."""
+        return {name: self.paged.kind(name) for name in self.parts}
 
     @cached_property
     def digest(self) -> str:
         """sha-256 (hex) over the names and values of the parts: what a sequence that began from it is told by."""
         digest = hashlib.sha256()
-        for name, array in sorted(self.parts.items()):
-            digest.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        for name, (shape, dtype) in sorted(self.kinds().items()):
+            digest.update(f"{name} {dtype} {shape}\n".encode())
+            for piece in self.paged.pieces(name):
+                digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
 
@@ -178,6 +217,8 @@ class StateTable:
         self._held = [0] * (slots + 1)
         self._free_pages: list[int] = []  # used before: they have memory behind them, so they go first
         self._fresh_page = 0
+        self._saved_pages: list[list[weakref.ref[SavedPage]]] = [[] for _ in range(slots + 1)]
+        """Saved pages that have the very rows of each slot's first pages, as long as a saved state holds them."""
 
     def _shape(self, part: StatePart) -> tuple[int, ...]:
         layers = self.spec.part_layers(part)
@@ -271,6 +312,10 @@ class StateTable:
         self.pages[slot, :held] = NO_PAGE
         self._held[slot] = 0
 
+    def _keep_saved_pages(self, slot: int, position: int) -> None:
+        """Forget the saved pages of a slot that goes back to ``position``: rows from there on will be others."""
+        del self._saved_pages[slot][position // self.spec.page_tokens :]
+
     def free(self, slot: int) -> None:
         """Give a slot and its pages back. Raises StateError for a slot that is not taken."""
         self._check(slot)
@@ -283,29 +328,53 @@ class StateTable:
             if part.kind is not PartKind.GROWING:
                 self._arrays[part.name][:, slot] = part.fill
         self.positions[slot] = 0
+        self._keep_saved_pages(slot, 0)
 
-    def save(self, slot: int) -> SavedState:
-        """A deep copy of what the slot holds now."""
+    def save(self, slot: int, *, whole: bool = False) -> SavedState:
+        """What the slot holds now: a copy of its open page, of what does not grow, and of full pages that no saved state
+        holds yet. ``whole`` copies every row from the table, for those who prove what is in it."""
         self._check(slot)
         position = int(self.positions[slot])
-        return SavedState(position, {part.name: self._copy(part, slot, position) for part in self.spec.parts})
+        pages = () if whole or not self.spec.growing else self._save_pages(slot, position)
+        own = {part.name: self._copy(part, slot, position, len(pages)) for part in self.spec.parts}
+        return SavedState(position, PagedParts(own, pages, self.spec.page_tokens) if pages else own)
 
-    def _copy(self, part: StatePart, slot: int, position: int) -> np.ndarray:
-        """A part of a slot as a saved state holds it."""
+    def _save_pages(self, slot: int, position: int) -> tuple[SavedPage, ...]:
+        """The full pages of a slot, those copied that no saved state holds."""
+        self._keep_saved_pages(slot, position)
+        full, known = position // self.spec.page_tokens, [saved() for saved in self._saved_pages[slot]]
+        known += [None] * (full - len(known))
+        pages = tuple(page or self._copy_page(slot, index) for index, page in enumerate(known))
+        self._saved_pages[slot] = [weakref.ref(page) for page in pages]
+        return pages
+
+    def _copy_page(self, slot: int, index: int) -> SavedPage:
+        end = (index + 1) * self.spec.page_tokens
+        return SavedPage({part.name: self._copy(part, slot, end, index) for part in self.spec.growing})
+
+    def _copy(self, part: StatePart, slot: int, position: int, first: int = 0) -> np.ndarray:
+        """A part of a slot as a saved state holds it, of a growing one the rows from the slot's page ``first`` on."""
         array = self._arrays[part.name]
         if part.kind is not PartKind.GROWING:
             copied: np.ndarray = array[:, slot].copy()
             return copied
-        saved = np.empty(self.spec.saved_kinds(position)[part.name][0], dtype=part.dtype)
-        for page, rows in self._page_rows(part, slot, position):
+        saved = self._room_for_rows(part, position, first)
+        for page, rows in self._page_rows(part, slot, position, first):
             saved[:, rows] = array[:, page, : rows.stop - rows.start]
         return saved
 
-    def _page_rows(self, part: StatePart, slot: int, position: int) -> Iterator[tuple[int, slice]]:
-        """(page, rows of the sequence that lie in it) of a growing part that has seen ``position`` tokens."""
-        total, per_page = position // part.every, self.spec.page_tokens // part.every
-        for index, first in enumerate(range(0, total, per_page)):
-            yield int(self.pages[slot, index]), slice(first, min(first + per_page, total))
+    def _room_for_rows(self, part: StatePart, position: int, first: int) -> np.ndarray:
+        """Room for the rows of a growing part that has seen ``position`` tokens, from page ``first`` on."""
+        rows = position // part.every - first * (self.spec.page_tokens // part.every)
+        return np.empty((self.spec.part_layers(part), rows, *part.shape), dtype=part.dtype)
+
+    def _page_rows(self, part: StatePart, slot: int, position: int, first: int = 0) -> Iterator[tuple[int, slice]]:
+        """(page, rows that lie in it, counted from page ``first`` on) of a growing part that has seen ``position``
+        tokens."""
+        per_page = self.spec.page_tokens // part.every
+        total = position // part.every - first * per_page
+        for index, begin in enumerate(range(0, total, per_page), first):
+            yield int(self.pages[slot, index]), slice(begin, min(begin + per_page, total))
 
     def restore(self, slot: int, saved: SavedState) -> None:
         """Write a saved state into a slot. Raises StateError, with nothing changed, when its parts are not this table's
@@ -315,17 +384,25 @@ class StateTable:
         more = self.spec.pages_for(saved.position) - self._held[slot]
         self._check_pages(more, saved.position)
         self._take_pages(slot, more)
+        self._keep_saved_pages(slot, 0)
+        paged, page_tokens = saved.paged, self.spec.page_tokens
+        if paged.page_tokens != page_tokens:
+            paged = PagedParts(saved.parts)
+        for index, page in enumerate(paged.pages):
+            for part in self.spec.growing:
+                self._write(part, slot, page.rows[part.name], (index + 1) * page_tokens, index)
         for part in self.spec.parts:
-            self._write(part, slot, saved.parts[part.name], saved.position)
+            self._write(part, slot, paged.own[part.name], saved.position, len(paged.pages))
         self.positions[slot] = saved.position
+        self._saved_pages[slot] = [weakref.ref(page) for page in paged.pages]
 
-    def _write(self, part: StatePart, slot: int, values: np.ndarray, position: int) -> None:
-        """Write a part, as a saved state holds it, into a slot that has the pages."""
+    def _write(self, part: StatePart, slot: int, values: np.ndarray, position: int, first: int = 0) -> None:
+        """Write a part, as :meth:`_copy` gives it, into a slot that has the pages."""
         array = self._arrays[part.name]
         if part.kind is not PartKind.GROWING:
             array[:, slot] = values
             return
-        for page, rows in self._page_rows(part, slot, position):
+        for page, rows in self._page_rows(part, slot, position, first):
             array[:, page, : rows.stop - rows.start] = values[:, rows]
 
     def snapshot(self, slot: int) -> SavedState:
@@ -346,6 +423,7 @@ class StateTable:
         self._check(slot)
         if snapshot.position > self.positions[slot]:
             raise StateError(f"slot {slot} is at {self.positions[slot]}, its snapshot at {snapshot.position}")
+        self._keep_saved_pages(slot, snapshot.position)
         for part in self.spec.parts:
             if part.kind is not PartKind.GROWING:
                 self._write(part, slot, snapshot.parts[part.name], snapshot.position)
@@ -353,15 +431,13 @@ class StateTable:
 
     def check_saved(self, saved: SavedState) -> None:
         """Raise StateError when the parts of a saved state are not this table's."""
-        kinds = self.spec.saved_kinds(saved.position)
-        if set(saved.parts) != set(kinds):
-            raise StateError(f"saved state has parts {sorted(saved.parts)}, this model has {sorted(kinds)}")
+        kinds, found = self.spec.saved_kinds(saved.position), saved.kinds()
+        if found.keys() != kinds.keys():
+            raise StateError(f"saved state has parts {sorted(found)}, this model has {sorted(kinds)}")
         for name, (shape, dtype) in kinds.items():
-            found = saved.parts[name]
-            if found.shape != shape or str(found.dtype) != dtype:
-                raise StateError(
-                    f"saved state part {name!r} is {found.dtype} {found.shape}, this model has {dtype} {shape}"
-                )
+            if found[name] != (shape, dtype):
+                has = f"{found[name][1]} {found[name][0]}"
+                raise StateError(f"saved state part {name!r} is {has}, this model has {dtype} {shape}")
 
     def _check(self, slot: int) -> None:
         if not SCRATCH_SLOT < slot <= self.slots or slot in self._free:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import StateTable, new_states
+from kittiwake.engine.states import SavedState, StateTable, new_states
 from kittiwake.families.contract import ModelConfig
 from kittiwake.load import Loaded
 from kittiwake.verify.trace import Table, fingerprint
@@ -103,21 +103,25 @@ def kept_within_a_block(loaded: Loaded, draw: random.Random) -> Iterator[bool]:
 
 
 def rewound_within_a_block(loaded: Loaded, draw: random.Random) -> Iterator[bool]:
-    """Tokens taken back at every place of a block: what comes then has the bits of a text that never had them."""
+    """Tokens taken back at every place of a block, after a state was kept: what comes then, and a state kept then, have the
+    bits of a text that never had them."""
     config = loaded.model.config
     ids = _text(loaded, draw, _crossing(config) + BEYOND)
     table = Table(loaded.model, 1)
     slot = table.states.allocate()
     last = table.step([(slot, ids)])[0]
     table.states.clear(slot)
-    done = 0
+    done, kept = 0, list[SavedState]()
     for at in _around(config):
         table.step([(slot, ids[done:at])])
         done = at
         snapshot = table.states.snapshot(slot)
         table.step([(slot, _text(loaded, draw, 1 + draw.randrange(2 * config.selection_block + 2)))])
+        kept.append(table.states.save(slot))  # states kept later share its pages, as far as the text is not taken back
         table.states.rewind(slot, snapshot)
-    yield table.step([(slot, ids[done:])])[0] == last
+    table.step([(slot, ids[done:-1])])
+    table.states.restore(slot, table.states.save(slot))
+    yield table.step([(slot, ids[-1:])])[0] == last
 
 
 def ends_in_ngrams(loaded: Loaded, draw: random.Random) -> Iterator[bool]:
@@ -193,7 +197,7 @@ def _step_ahead(loaded: Loaded, table: StateTable, slot: int, ids: list[int], fo
     """One forward that expects ``following`` next in this slot; the fingerprint after it."""
     ahead = ((slot, following),) if following else ()
     logits = loaded.model.forward(replace(Batch.pack([(slot, ids)]), ahead=ahead), table)
-    return fingerprint(logits[0], table.save(slot).parts)
+    return fingerprint(logits[0], table.save(slot, whole=True).parts)
 
 
 def _crossing(config: ModelConfig) -> int:
@@ -250,7 +254,7 @@ def _run(loaded: Loaded, ids: list[int], pieces: list[int]) -> tuple[dict[int, b
         logits = loaded.model.forward(Batch.pack([(slot, ids[at : at + length])]), states)
         at += length
         found[at] = logits[0].tobytes()
-    return found, fingerprint(logits[0], states.save(slot).parts)
+    return found, fingerprint(logits[0], states.save(slot, whole=True).parts)
 
 
 def _in_pieces(table: Table, slot: int, ids: list[int], pieces: Sequence[int]) -> str:

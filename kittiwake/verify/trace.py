@@ -42,7 +42,8 @@ class Table:
         """Run one batch of (slot, ids); the fingerprint of each sequence after it."""
         logits = self.model.forward(Batch.pack(sequences), self.states)
         return [
-            fingerprint(row, self.states.save(slot).parts) for row, (slot, _) in zip(logits, sequences, strict=True)
+            fingerprint(row, self.states.save(slot, whole=True).parts)
+            for row, (slot, _) in zip(logits, sequences, strict=True)
         ]
 
     def follows(self, trace: Trace, slot: int, pieces: Sequence[int]) -> bool:

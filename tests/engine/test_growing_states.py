@@ -340,6 +340,23 @@ def test_the_cache_counts_states_by_their_length_and_serves_them() -> None:
     assert again.tokens == ask(grower_engine(4000), [*long, 7, 8], greedy(3)).tokens
 
 
+def test_turns_of_a_chat_cost_the_cache_what_is_new() -> None:
+    cache = PrefixCache(1 << 20, min_tokens=4)
+    engine, text, states = grower_engine(4000, cache=cache), prompt_of(900), []
+    for _ in range(8):
+        found = ask(engine, text, greedy(5), keep_state=True)
+        assert found.tokens == ask(grower_engine(4000), text, greedy(5)).tokens
+        states.append(found.state.saved)
+        text = [*text, *found.tokens, 7, 8]
+    pages = {page for entry in cache._by_use for page in entry.prefix.saved.pages}
+    assert cache.stats().entries >= 16 and len(pages) == len(states[-1].pages) == states[-1].position // 4
+    beside = sum(entry.own_bytes for entry in cache._by_use)
+    assert cache.stats().bytes == beside + sum(page.nbytes for page in pages)
+    assert all(saved.pages == states[-1].pages[: len(saved.pages)] for saved in states)
+    cache.clear()
+    assert cache.stats().bytes == 0
+
+
 def test_a_budget_too_small_or_for_what_does_not_grow_is_refused() -> None:
     model = Grower()
     with pytest.raises(UsageError, match="growing_bytes is 15, and 4 tokens of one sequence take 16"):

@@ -160,12 +160,13 @@ def _rewritten(folder: Path, *, seal: bool = True, **changes: Any) -> bytes:
     """The good file with other metadata, its digest made to fit."""
     save_state(folder / "plain", kept(), OWNER, replace=True)
     content, arrays = state_file._read(folder / "plain")
+    tensors = {name: state_file._Tensor.of(array) for name, array in arrays.items()}
     content |= changes
     for key in [key for key, value in changes.items() if value is None]:
         del content[key]
     if seal:
-        content["sha256"] = state_file._digest(content, arrays)
-    header = state_file._header(content, arrays)
+        content["sha256"] = state_file._digest(content, tensors)
+    header = state_file._header(content, tensors)
     return len(header).to_bytes(8, "little") + header + b"".join(state_file._bytes(a) for a in arrays.values())
 
 

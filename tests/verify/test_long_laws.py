@@ -177,6 +177,20 @@ def test_a_rewind_that_forgets_open_rows_is_found(loaded: Loaded, monkeypatch: p
     assert broken(loaded, "restored within a block", "rewound within a block") == {"rewound within a block"}
 
 
+def test_saved_pages_that_outlive_a_rewind_are_found(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded.model, "state_spec", replace(loaded.model.state_spec, page_tokens=4))
+    assert all(outcomes(LAWS["rewound within a block"], loaded))
+    rewind = StateTable.rewind
+
+    def forgetful(table: StateTable, slot: int, snapshot: SavedState) -> None:
+        left = list(table._saved_pages[slot])
+        rewind(table, slot, snapshot)
+        table._saved_pages[slot] = left
+
+    monkeypatch.setattr(StateTable, "rewind", forgetful)
+    assert broken(loaded, "restored within a block", "rewound within a block") == {"rewound within a block"}
+
+
 def test_a_cache_whose_states_forget_open_rows_is_found(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     find = PrefixCache.find
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kittiwake.bench.floors import Ceilings
     from kittiwake.bench.timing import Figures, PeerFigures
     from kittiwake.config import EngineConfig
-    from kittiwake.families.contract import Progress
     from kittiwake.load import Loaded
+    from kittiwake.progress import Progress
 
 _PLAIN_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""

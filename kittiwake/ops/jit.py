@@ -22,7 +22,7 @@ from kittiwake.device import cache_dir, waiting_environment
 
 Function = Callable[..., Any]
 _NO_KERNELS = ("__init__.py", "cases.py", "packed.py", "reference.py")
-_OF_CARDS = ("cuda.py", "nvrtc.py", "triton.py", "triton_kernels.py")
+_OF_CARDS = ("cuda.py", "heads.py", "nvrtc.py", "triton.py", "triton_kernels.py")
 
 
 @lru_cache

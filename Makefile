@@ -5,8 +5,9 @@
 #   TORCH_INDEX=          a package index to take PyTorch from (see the README), else pip's own
 #   MODEL=                a bundle or checkpoint; left out, the packaged model
 #   PROMPT=…              what `make run` asks; RUN_ARGS adds options of `kittiwake run`
+#   INSTALL_ARGS=         options of `pip install`
 #   PYTEST_ARGS=          options of pytest, such as "-m 'not slow'"
-#   TEST_PROCESSES=2      how many processes share the test files
+#   PROCESSES=2           how many processes share the test files, and the checking of types
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -14,8 +15,9 @@ TORCH_INDEX ?=
 MODEL ?=
 PROMPT ?= It was a dark night, and the old house by the sea
 RUN_ARGS ?=
+INSTALL_ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 2
+PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -43,14 +45,14 @@ bench: $(VENV)/.installed
 	@$(BIN)/kittiwake bench $(MODEL)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 # All three run, so that one report shows everything there is to mend.
 check: $(VENV)/.installed-dev
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
-	$(BIN)/mypy --strict kittiwake || failed=1; \
+	$(BIN)/mypy --strict --num-workers $(PROCESSES) kittiwake || failed=1; \
 	exit $$failed
 
 fmt: $(VENV)/.installed-dev
@@ -81,12 +83,18 @@ $(VENV)/.torch: FORCE | $(BIN)/python
 	@echo '$(TORCH) $(TORCH_INDEX)' | cmp -s - $@ || echo '$(TORCH) $(TORCH_INDEX)' > $@
 
 # PyTorch first and by itself: the package's own range is then satisfied and takes nothing else.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+define install
 	@echo "installing $(TORCH) and kittiwake into $(VENV); the first time this takes minutes"
-	$(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
-	$(PIP) install --quiet --editable .
+	$(PIP) install $(INSTALL_ARGS) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
+	$(PIP) install $(INSTALL_ARGS) --quiet --editable '$(WHAT)'
+endef
+WHAT := .
+$(VENV)/.installed-dev: WHAT := .[dev,plots]
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(install)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet --editable '.[dev,plots]'
-	@touch $@
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	$(install)
+	@touch $(VENV)/.installed $@

@@ -18,9 +18,10 @@ from kittiwake.chat import ChatCompletion, ChatDelta, Messages, prepare, split_c
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import Completion, Delta, KeptState, SamplingParams
 from kittiwake.errors import UsageError
-from kittiwake.llm import LLM, Prompt, join_completion
+from kittiwake.llm import LLM, join_completion
 from kittiwake.text.chat import ChatTemplate
 from kittiwake.text.reasoning import ReasoningSplitter
+from kittiwake.text.tokenizer import Prompt
 
 # Encoding a text of this size takes about a millisecond; longer ones are encoded beside the loop.
 _LONG_TEXT_CHARS = 20_000

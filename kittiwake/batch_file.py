@@ -23,9 +23,9 @@ from kittiwake.chat import Messages, prepare, split_completion
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.engine.request import Completion, Delta, SamplingParams, TokenLogprob
 from kittiwake.errors import InputFileError, KittiwakeError, OutputError, RequestError, UsageError
-from kittiwake.families.contract import Progress
 from kittiwake.llm import LLM, join_completion
 from kittiwake.params import make_params, param_defaults
+from kittiwake.progress import Progress
 from kittiwake.text.chat import read_messages
 
 MAX_LINE_BYTES = 64 << 20

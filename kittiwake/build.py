@@ -16,10 +16,11 @@ from kittiwake.config import EngineConfig
 from kittiwake.device import resolve_threads
 from kittiwake.engine.request import SamplingParams
 from kittiwake.errors import CheckpointError, OutputError
-from kittiwake.families.contract import Family, ModelConfig, Progress
+from kittiwake.families.contract import Family, ModelConfig
 from kittiwake.families.registry import recognise
 from kittiwake.llm import LLM
 from kittiwake.load import Loaded, find_tokenizer, own_template
+from kittiwake.progress import Progress
 from kittiwake.text.templates import template_for_bundle
 from kittiwake.text.tokenizer import Tokenizer
 

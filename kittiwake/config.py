@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from kittiwake.errors import UsageError
 
@@ -32,6 +32,16 @@ _LEAST = {
     "max_waiting_per_client": 0,
     "growing_bytes": -1,
 }
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number, which True and False are not. One that is no number at all, NaN, is in no range."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_epsilon(value: object) -> TypeGuard[int | float]:
+    """Whether a value can be the epsilon of a norm."""
+    return is_number(value) and 0 < value < 1
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,7 @@ class EngineConfig:
                 "-1 takes half of what is free",
             )
         eps = self.group_norm_eps
-        is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
-        if eps is not None and not (is_number and math.isfinite(eps) and 0 < eps < 1):
+        if eps is not None and not is_epsilon(eps):
             raise UsageError(f"group_norm_eps must be a number above 0 and below 1, got {eps!r}")
         every = self.rescale_every
         if every is not None and (type(every) is not int or not 0 <= every <= MAX_ROWS):
@@ -168,8 +177,7 @@ class ServerConfig:
                 raise UsageError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
         for name, least in _SECONDS.items():
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or not least <= value <= MAX_SECONDS:
+            if not is_number(value) or not least <= value <= MAX_SECONDS:
                 raise UsageError(f"{name} must be a number of seconds from {least:g} to {MAX_SECONDS:g}, got {value!r}")
         if self.log_format not in LOG_FORMATS:
             raise UsageError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")

@@ -16,8 +16,8 @@ from kittiwake.checkpoints.reader import TensorInfo
 from kittiwake.checkpoints.weights import SafetensorsWriter
 from kittiwake.engine.request import KeptState
 from kittiwake.errors import RequestError
-from kittiwake.families.contract import Progress
 from kittiwake.llm import LLM
+from kittiwake.progress import Progress
 
 WHAT = ("logits", "hidden")
 FORMATS = ("npz", "safetensors")

@@ -22,15 +22,13 @@ from kittiwake.engine.scoring import Given, Rows, Scored, prefill, run_rows, sco
 from kittiwake.engine.states import SavedState, growing_budget
 from kittiwake.engine.stats import QueueLimits
 from kittiwake.errors import CheckpointError, ModelError, RequestError, StateFileError, UsageError
-from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded, load_model
+from kittiwake.progress import Progress
 from kittiwake.receipt import make_receipt
 from kittiwake.text.chat import TEMPLATES, ChatTemplate
 from kittiwake.text.templates import choose_template
-from kittiwake.text.tokenizer import Tokenizer
+from kittiwake.text.tokenizer import Prompt, Tokenizer
 
-Prompt = str | Sequence[int]
-"""Text, or token ids as they are."""
 Start = KeptState | None
 """What a prompt follows: a kept state, or nothing."""
 

@@ -20,8 +20,9 @@ from kittiwake.checkpoints.reader import FilePlace, TensorInfo, TensorSource, op
 from kittiwake.config import EngineConfig
 from kittiwake.device import device_memory_for, resolve_threads, why_no_cuda
 from kittiwake.errors import BundleError, CheckpointError, DeviceError, ModelError, TokenizerError, UsageError
-from kittiwake.families.contract import Family, Model, ModelConfig, Progress
+from kittiwake.families.contract import Family, Model, ModelConfig
 from kittiwake.families.registry import family_named, recognise
+from kittiwake.progress import Progress
 from kittiwake.text.gguf_vocabulary import PASS_ONE, PRE, Values, read_template, read_tokenizer_json
 from kittiwake.text.table import TOKENIZER_FILE
 from kittiwake.text.tokenizer import KINDS, Tokenizer, check_fits, default_tokenizer, load_tokenizer, with_ends

@@ -13,8 +13,8 @@ from typing import Any
 
 from kittiwake import __version__
 from kittiwake.device import find_card, processor_name
-from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded
+from kittiwake.progress import Progress
 
 FORMAT = 1
 # Environment variables that choose other machine code, with other bits.

@@ -24,6 +24,7 @@ import triton
 from triton.runtime import interpreter
 from wkv7_block_kernels import finish_blocks, prepare_blocks, scan_blocks
 
+from kittiwake.ops.head_kernels import TILINGS, choose_tiling
 from kittiwake.ops.wkv7.cuda import kernels
 
 INTERPRET = triton.knobs.runtime.interpret
@@ -81,9 +82,9 @@ class Form:
 
     def _serial(self, x, state, starts, slots, longest, out, y, keep):  # type: ignore[no-untyped-def]
         op, rows, heads, batch = kernels(64, torch.float16), out.shape[0], state.shape[1], slots.shape[0]
-        made, tile = torch.empty(op.made_values(rows, heads), device=DEVICE), op.tiling(heads * batch)
+        made, tile = torch.empty(rows * op.made_values(heads), device=DEVICE), choose_tiling(TILINGS, heads * batch)
         given, scan = (*x, state, starts, slots, made, y, out), op._scans[tile]
-        threads, grid = 8 * tile.rows_per_block // tile.rows_per_thread, (64 // tile.rows_per_block, heads, batch)
+        threads, grid = tile.threads, (64 // tile.columns_per_block, heads, batch)
         path = lambda: op.prompt(*given, first_layer=False, eps=EPS, overlap=True)  # noqa: E731
         return [path], {"scan": lambda: scan(grid, threads, (made, y, state, starts, slots, rows), overlap=True)}
 

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "kittiwake"
 
-GROUND = {"errors", "device", "config"}
+GROUND = {"errors", "device", "config", "progress"}
 MATHS = GROUND | {"ops", "layers"}
 # The contract lets the engine and the families meet: each knows these modules of the other, and no more.
 CONTRACT = {"families.contract", "engine.batch", "engine.states", "engine.cuda_states"}
@@ -27,9 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "device": {"errors"},
     "config": {"errors"},
+    "progress": set(),
     "ops": {"errors", "device"},
-    "layers": {"errors", "device", "ops"},
-    "checkpoints": {"errors", "device"},
+    "layers": {"errors", "device", "progress", "ops"},
+    "checkpoints": {"errors", "device", "progress"},
     "text": {"errors", "device"},
     "engine": MATHS | {"text"} | CONTRACT | STATE_FILES,
     "families": MATHS | {"checkpoints.reader", "checkpoints.row_table"} | CONTRACT,

@@ -16,15 +16,7 @@ from typing import Any
 
 import torch
 
-from kittiwake.checkpoints.files import (
-    FileStamp,
-    Progress,
-    new_folder,
-    quoted,
-    sha256_file,
-    write_file,
-    writing,
-)
+from kittiwake.checkpoints.files import FileStamp, new_folder, quoted, sha256_file, write_file, writing
 from kittiwake.checkpoints.manifest import (
     MANIFEST_NAME,
     PRECISIONS,
@@ -41,6 +33,7 @@ from kittiwake.checkpoints.safetensors import SafetensorsSource
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.checkpoints.weights import HEADER_ROOM, WeightsWriter
 from kittiwake.errors import BundleError, UsageError
+from kittiwake.progress import Progress
 
 GOLDENS_NAME = "goldens.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"

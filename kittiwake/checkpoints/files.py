@@ -9,15 +9,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kittiwake.errors import CheckpointError, InputFileError, OutputError
-
-Progress = Callable[[str, int, int], None]
-"""``progress(what, done, total)``: bytes done of bytes in all (``total`` is 0 while it is not known)."""
+from kittiwake.progress import Progress
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _READ_BYTES = 1 << 20

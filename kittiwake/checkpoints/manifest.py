@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from kittiwake.checkpoints.files import Progress, is_plain_name, quoted
+from kittiwake.checkpoints.files import is_plain_name, quoted
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import BundleError, UsageError
+from kittiwake.progress import Progress
 
 FORMAT = 1
 KIND = "kittiwake-bundle"

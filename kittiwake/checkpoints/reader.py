@@ -14,10 +14,11 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from kittiwake.checkpoints.files import FileStamp, Progress, quoted, sha256_file
+from kittiwake.checkpoints.files import FileStamp, quoted, sha256_file
 from kittiwake.checkpoints.gguf_parts import one_set
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import CheckpointError
+from kittiwake.progress import Progress
 
 MAX_CONFIG_BYTES = 4 << 20
 MAX_HEADER_BYTES = 100_000_000

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kittiwake.checkpoints.files import FileStamp, Progress, quoted, writing
+from kittiwake.checkpoints.files import FileStamp, quoted, writing
 from kittiwake.checkpoints.reader import FilePlace, TensorSource
 from kittiwake.errors import CheckpointError
+from kittiwake.progress import Progress
 
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),

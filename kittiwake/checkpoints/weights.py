@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from kittiwake.checkpoints.files import Progress, quoted, writing
+from kittiwake.checkpoints.files import quoted, writing
 from kittiwake.checkpoints.reader import TensorInfo
 from kittiwake.checkpoints.safetensors import DTYPES, MAX_DIMENSIONS
 from kittiwake.errors import CheckpointError, UsageError
+from kittiwake.progress import Progress
 
 HEADER_ROOM = 1 << 16
 """Bytes that a shard keeps for its length and header, so that the data can be written first and starts on a page border."""

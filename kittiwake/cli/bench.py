@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kittiwake.bench.floors import Ceilings
     from kittiwake.bench.timing import Figures, PeerFigures
     from kittiwake.config import EngineConfig
-    from kittiwake.families.contract import Progress
     from kittiwake.load import Loaded
+    from kittiwake.progress import Progress
 
 _GATHER_CELLS = ("gather_ms", "waited_ms", "hidden_share")
 """Of what is known of a prompt's gathers, what stands in the table."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from kittiwake.checkpoints.bundle import Bundle
     from kittiwake.checkpoints.reader import TensorInfo, TensorSource
-    from kittiwake.families.contract import Family, ModelConfig, Progress
+    from kittiwake.families.contract import Family, ModelConfig
+    from kittiwake.progress import Progress
 
 LONG_TEXT = 200
 AT_LOAD = (

@@ -16,7 +16,7 @@ from typing import Any
 from kittiwake.errors import InputFileError
 from kittiwake.evals.documents import is_json_lines, read_blocks, read_plain_text, read_text_lines
 from kittiwake.evals.subject import Subject, begin_token
-from kittiwake.families.contract import Progress
+from kittiwake.progress import Progress
 from kittiwake.text.long_text import encode_blocks
 
 LONG_BYTES = 4 << 20

@@ -18,8 +18,9 @@ import numpy as np
 from kittiwake.engine.request import Completion, SamplingParams
 from kittiwake.errors import InputFileError
 from kittiwake.evals.documents import read_text_lines
-from kittiwake.evals.subject import Prompt, Subject, begin_token
-from kittiwake.families.contract import Progress
+from kittiwake.evals.subject import Subject, begin_token
+from kittiwake.progress import Progress
+from kittiwake.text.tokenizer import Prompt
 
 NEW_TOKENS = 8
 CLOSING_PUNCTUATION = ".,;:!?\"'”’)]}"

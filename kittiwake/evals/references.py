@@ -33,12 +33,12 @@ from kittiwake.device import processor_name, resolve_threads
 from kittiwake.engine.request import Completion, SamplingParams
 from kittiwake.errors import KittiwakeError, ModelError, UsageError
 from kittiwake.evals.runs import Answerer
-from kittiwake.evals.subject import Prompt
 from kittiwake.families import rwkv7_names
-from kittiwake.families.contract import Family, ModelConfig, Progress
+from kittiwake.families.contract import Family, ModelConfig
 from kittiwake.families.registry import recognise
 from kittiwake.load import bundle_family, bundle_tokenizer, find_tokenizer, packaged_model
-from kittiwake.text.tokenizer import Tokenizer, load_tokenizer
+from kittiwake.progress import Progress
+from kittiwake.text.tokenizer import Prompt, Tokenizer, load_tokenizer
 
 REFERENCES = ("transformers", "rwkv")
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

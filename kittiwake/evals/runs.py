@@ -14,12 +14,13 @@ import numpy as np
 
 from kittiwake.checkpoints.files import check_new_file, new_file, quoted, write_file, writing
 from kittiwake.checkpoints.strict_json import load_json_strict
+from kittiwake.config import is_number
 from kittiwake.errors import InputFileError, UsageError
 from kittiwake.evals.lambada import NEW_TOKENS, Answer, Passage, first_word, is_right
 from kittiwake.evals.likelihood import split_pair
 from kittiwake.evals.subject import Subject, begin_token
-from kittiwake.families.contract import Progress
 from kittiwake.llm import LLM
+from kittiwake.progress import Progress
 
 FORMAT = "kittiwake lambada run"
 VERSION = 1
@@ -276,8 +277,8 @@ def _check(value: Any, type_name: str, where: str) -> None:
         "str": isinstance(value, str),
         "bool": isinstance(value, bool),
         "int": _is_count(value),
-        "float": _is_number(value) and 0 <= value <= _LARGEST_MS,
-        "float | None": value is None or (_is_number(value) and -_LARGEST_NATS <= value <= _ROUNDING),
+        "float": is_number(value) and 0 <= value <= _LARGEST_MS,
+        "float | None": value is None or (is_number(value) and -_LARGEST_NATS <= value <= _ROUNDING),
         "tuple[int, ...]": isinstance(value, list) and all(map(_is_count, value)),
     }
     if not good[type_name]:
@@ -286,7 +287,3 @@ def _check(value: Any, type_name: str, where: str) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,9 +9,7 @@ import numpy as np
 
 from kittiwake.engine.request import Completion, SamplingParams
 from kittiwake.errors import UsageError
-from kittiwake.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
+from kittiwake.text.tokenizer import Prompt, Tokenizer
 
 
 class Subject(Protocol):

@@ -5,7 +5,7 @@ Shape letters are fixed in ``kittiwake/ops/__init__.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,9 +17,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import KittiwakeError, UsageError
-
-Progress = Callable[[str, int, int], None]
-"""``progress(what, done, total)``: units are bytes or items, told by ``what``."""
+from kittiwake.progress import Progress as Progress
 
 
 @dataclass(frozen=True)

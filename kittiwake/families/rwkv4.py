@@ -20,7 +20,7 @@ import torch
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.states import StatePart, StateSpec
 from kittiwake.errors import BundleError, ModelError
-from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv4_names import (
     CHANNEL_SHIFTS,
     HEAD,
@@ -44,6 +44,7 @@ from kittiwake.families.rwkv_names import Place, Shapes
 from kittiwake.layers.linear import Product
 from kittiwake.ops.wkv4 import EMPTY_TOP
 from kittiwake.ops.wkv4.cpu import time_mix
+from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.cuda_model import CudaModel

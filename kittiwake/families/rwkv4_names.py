@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from kittiwake.checkpoints.reader import TensorInfo, TensorSource
+from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.families.rwkv_channel_mix import channel_mix_shapes
 from kittiwake.families.rwkv_names import (
+    NORMS,
+    OuterLayout,
     Place,
     Shapes,
-    check_presence,
+    check_places,
     check_tensor,
     count_layers,
     matrix_shape,
+    whole_shapes,
 )
 
 FAMILY = "RWKV-4"
@@ -25,8 +28,6 @@ TIME_SHIFTS = {"keep_r": "receptance", "keep_k": "key", "keep_v": "value"}
 """Token shifts of the time mix in the order of the products that read them: our name → the product."""
 CHANNEL_SHIFTS = ("keep_k", "keep_r")
 _LETTERS = {"keep_r": "r", "keep_k": "k", "keep_v": "v"}
-_NORMS = ("time_norm", "channel_norm")
-_PARTS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -44,29 +45,17 @@ class Sizes:
 def canonical_shapes(sizes: Sizes) -> Shapes:
     """Our name → shape, products as [N, K]. ``keep_*`` is the share of the token itself, as stored."""
     width, inner = sizes.width, sizes.attention
-    block: dict[str, tuple[int, ...]] = {f"{norm}.{part}": (width,) for norm in _NORMS for part in _PARTS}
-    block |= {f"time_mix.{shift}": (width,) for shift in TIME_SHIFTS}
+    block: dict[str, tuple[int, ...]] = {f"time_mix.{shift}": (width,) for shift in TIME_SHIFTS}
     block |= {"time_mix.decay": (inner,), "time_mix.bonus": (inner,)}
     block |= {f"time_mix.{name}.weight": (inner, width) for name in TIME_SHIFTS.values()}
     block |= {"time_mix.output.weight": (width, inner), **channel_mix_shapes(width, sizes.ffn, CHANNEL_SHIFTS)}
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (sizes.vocab, width)}
-    shapes |= {f"{norm}.{part}": (width,) for norm in ("embedding_norm", "output_norm") for part in _PARTS}
-    shapes["head.weight"] = (sizes.vocab, width)
-    for layer in range(sizes.layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes
+    return whole_shapes(width, sizes.vocab, NORMS[:2], [block] * sizes.layers)
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(OuterLayout):
     """The names of one layout."""
 
-    key: str
-    block: str
-    """What a block's names begin with; ``{}`` is the number of the layer."""
-    embedding: str
-    embedding_norm: str
-    output_norm: str
     time_mix: str
     channel_mix: str
     shift: str
@@ -75,18 +64,12 @@ class Layout:
 
     def places(self, layers: int, *, is_tied: bool = False) -> dict[str, Place]:
         """Our name → place, for a whole model; with ``is_tied`` the head is the embedding."""
-        places = {"embedding.weight": Place(self.embedding)}
-        for ours, theirs in (("embedding_norm", self.embedding_norm), ("output_norm", self.output_norm)):
-            places |= {f"{ours}.{part}": Place(f"{theirs}.{part}") for part in _PARTS}
-        places["head.weight"] = Place(self.embedding if is_tied else HEAD)
-        for layer in range(layers):
-            prefix = self.block.format(layer)
-            places |= {f"layers.{layer}.{ours}": Place(prefix + name) for ours, name in self._block().items()}
-        return places
+        block = {ours: Place(name) for ours, name in self._block().items()}
+        return self.whole(layers, lambda _: block, self.embedding if is_tied else self.head)
 
     def _block(self) -> dict[str, str]:
         """Our name → theirs within a block."""
-        names = {f"{norm}.{part}": f"ln{i}.{part}" for i, norm in enumerate(_NORMS, 1) for part in _PARTS}
+        names = {}
         for shift, product in TIME_SHIFTS.items():
             names[f"time_mix.{shift}"] = f"{self.time_mix}.{self._shift(shift, product)}"
             names[f"time_mix.{product}.weight"] = f"{self.time_mix}.{product}.weight"
@@ -121,6 +104,8 @@ BLINKDL = Layout(
     embedding="emb.weight",
     embedding_norm="blocks.0.ln0",
     output_norm="ln_out",
+    head=HEAD,
+    norms=("ln1", "ln2"),
     time_mix="att",
     channel_mix="ffn",
     shift="time_mix_{}",
@@ -132,6 +117,8 @@ HF = Layout(
     embedding="rwkv.embeddings.weight",
     embedding_norm="rwkv.blocks.0.pre_ln",
     output_norm="rwkv.ln_out",
+    head=HEAD,
+    norms=("ln1", "ln2"),
     time_mix="attention",
     channel_mix="feed_forward",
     shift="time_mix_{}",
@@ -171,17 +158,9 @@ def read_sizes(layout: Layout, source: TensorSource) -> Sizes:
 
 def check_tensors(layout: Layout, sizes: Sizes, source: TensorSource, *, is_tied: bool) -> None:
     """Every tensor known, present, of the right shape and of a type that is read. Raises ModelError."""
-    infos: dict[str, TensorInfo] = {info.name: info for info in source.infos()}
-    places = layout.places(sizes.layers, is_tied=is_tied)
-    check_presence(
-        source,
-        {place.name for place in places.values()},
-        FAMILY,
-        unused={HEAD} if is_tied else (),
-        hint="variants such as RWKV-4a (tiny attention) are not supported",
-    )
-    shapes = canonical_shapes(sizes)
-    for ours, place in places.items():
-        check_tensor(infos[place.name], place.stored_shape(shapes[ours]), source)
+    places, shapes = layout.places(sizes.layers, is_tied=is_tied), canonical_shapes(sizes)
+    hint = "variants such as RWKV-4a (tiny attention) are not supported"
+    check_places(source, places, shapes, FAMILY, unused={HEAD} if is_tied else (), hint=hint)
+    infos = {info.name: info for info in source.infos()}
     if is_tied and HEAD in infos:
         check_tensor(infos[HEAD], shapes["head.weight"], source)

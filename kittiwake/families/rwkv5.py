@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kittiwake.checkpoints.reader import TensorSource
-from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError, ModelError
-from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv5_names import (
     CHANNEL_MIXES,
     VERSIONS,
@@ -23,39 +22,31 @@ from kittiwake.families.rwkv5_names import (
     places_of,
     read_sizes,
 )
-from kittiwake.families.rwkv56_names import check_places
+from kittiwake.families.rwkv56_names import HINT
 from kittiwake.families.rwkv56_settings import Stated, read_config
 from kittiwake.families.rwkv_channel_mix import GatedChannelMix
-from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer, RwkvCpuModel, share_of_the_token_before
-from kittiwake.families.rwkv_family import (
-    RwkvFamily,
-    check_manifest_count,
-    check_manifest_epsilons,
-    check_manifest_keys,
-)
-from kittiwake.families.rwkv_names import Place, Shapes
-from kittiwake.families.rwkv_time_state import initial_matrix_state, matrix_state_spec
+from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer, share_of_the_token_before
+from kittiwake.families.rwkv_matrix import MatrixFamily, MatrixModel
+from kittiwake.families.rwkv_names import Place, Shapes, check_places
 from kittiwake.layers.linear import Product
 from kittiwake.ops.wkv6.cpu import time_mix
+from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.cuda_model import CudaModel
 
-_EXTRA = ("version", "heads", "ffn", "is_bonus_log", "norm_eps", "group_norm_eps")
-
 
 def _sizes(config: ModelConfig) -> Sizes:
     extra = config.extra
-    heads, ffn = extra["heads"], extra["ffn"]
-    vocab, is_log = config.vocab_size, extra["is_bonus_log"]
-    return Sizes(extra["version"], config.layers, config.width, heads, ffn, vocab, is_log)
+    common = (config.layers, config.width, extra["heads"], extra["ffn"], config.vocab_size)
+    return Sizes(*common, extra["version"], extra["is_bonus_log"])
 
 
-class Rwkv5Family(RwkvFamily):
+class Rwkv5Family(MatrixFamily):
     """The family's side of the contract."""
 
     name = "rwkv5"
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    own_extra = ("version", "is_bonus_log")
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-5 has the decay of RWKV-4 and the group norm of RWKV-6, and the token shifts of neither RWKV-6 nor 7."""
@@ -69,17 +60,11 @@ class Rwkv5Family(RwkvFamily):
         sizes = read_sizes(layout, source)
         stated = Stated(sizes.version, sizes.layers, sizes.width, sizes.heads, sizes.ffn, sizes.vocab)
         eps = read_config(stated, layout.key, source.config, source.path)
-        check_places(source, places_of(layout, sizes, source), canonical_shapes(sizes), f"RWKV-{sizes.version}")
-        extra: dict[str, Any] = {
-            "version": sizes.version,
-            "heads": sizes.heads,
-            "ffn": sizes.ffn,
-            "is_bonus_log": sizes.is_bonus_log,
-            "norm_eps": eps.norm,
-            "group_norm_eps": eps.group_norm,
-        }
-        origins = {"layout": layout.key, "norm_eps": eps.norm_origin, "group_norm_eps": eps.group_norm_origin}
-        return ModelConfig("rwkv5", sizes.layers, sizes.width, sizes.vocab, extra, origins)
+        check_places(
+            source, places_of(layout, sizes, source), canonical_shapes(sizes), f"RWKV-{sizes.version}", hint=HINT
+        )
+        own = {"version": sizes.version, "is_bonus_log": sizes.is_bonus_log}
+        return self.make_config(sizes, own, layout.key, eps)
 
     def shapes(self, config: ModelConfig) -> Shapes:
         """See :class:`RwkvFamily`."""
@@ -90,13 +75,9 @@ class Rwkv5Family(RwkvFamily):
         layout = find_layout(source)
         return None if layout is None else places_of(layout, _sizes(config), source)
 
-    def state_spec(self, config: ModelConfig) -> StateSpec:
-        """See :class:`RwkvFamily`."""
-        return matrix_state_spec(config.layers, config.width, config.extra["heads"])
-
     def make_model(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> Rwkv5Model:
         """See :class:`RwkvFamily`."""
-        return Rwkv5Model(config, self.state_spec(config), dtype, threads, progress)
+        return Rwkv5Model(config, dtype, threads, progress)
 
     def make_cuda_model(self, config: ModelConfig, dtype: str) -> CudaModel:
         """See :class:`RwkvFamily`."""
@@ -104,21 +85,12 @@ class Rwkv5Family(RwkvFamily):
 
         return Rwkv5Cuda(config, _sizes(config), self.state_spec(config), dtype)
 
-    def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
-        """The config a bundle's manifest gives; strict about keys and kinds."""
-        check_manifest_keys(model, "rwkv5", _EXTRA)
+    def check_own(self, model: Mapping[str, Any]) -> None:
+        """See :class:`MatrixFamily`."""
         if model["version"] not in VERSIONS:
             raise BundleError(f"manifest model.version is {model['version']!r}; supported: {', '.join(VERSIONS)}")
         if not isinstance(model["is_bonus_log"], bool):
             raise BundleError(f"manifest model.is_bonus_log is {model['is_bonus_log']!r}; supported: true, false")
-        for key in ("layers", "width", "vocab_size", "heads", "ffn"):
-            check_manifest_count(key, model[key])
-        check_manifest_epsilons(model, "norm_eps", "group_norm_eps")
-        if model["width"] % model["heads"]:
-            raise BundleError(f"manifest model.width {model['width']} is not a multiple of heads {model['heads']}")
-        origins = {"layout": "bundle", "norm_eps": "manifest", "group_norm_eps": "manifest"}
-        extra = {key: model[key] for key in _EXTRA}
-        return ModelConfig("rwkv5", model["layers"], model["width"], model["vocab_size"], extra, origins)
 
 
 def plain_bonus(log_bonus: np.ndarray) -> np.ndarray:
@@ -154,25 +126,17 @@ class _Layer(RwkvCpuLayer):
         super().take(name, plain_bonus(values) if name == "time_mix.log_bonus" else values)
 
 
-class Rwkv5Model(RwkvCpuModel[_Layer]):
+class Rwkv5Model(MatrixModel[_Layer]):
     """An RWKV-5 on the CPU: float32 arithmetic and states, weights in float32 or bfloat16."""
 
-    def __init__(
-        self, config: ModelConfig, state_spec: StateSpec, dtype: str, threads: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> None:
         self._sizes = _sizes(config)
-        self._group_eps = np.float32(config.extra["group_norm_eps"])
         self._no_low = np.zeros((0, config.width), dtype=np.float32)
-        super().__init__(config, canonical_shapes(self._sizes), state_spec, dtype, threads, progress)
+        super().__init__(config, canonical_shapes(self._sizes), dtype, threads, progress)
 
     def make_layer(self, index: int, group: MakeGroup) -> _Layer:
         """See :class:`RwkvCpuModel`."""
         return _Layer(index, self._sizes, group)
-
-    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
-        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
-        sizes = self._sizes
-        return initial_matrix_state(source, sizes.layers, sizes.width, sizes.heads, transpose=transpose)
 
     def run_layer(self, index: int, layer: _Layer, rows: Rows, y: np.ndarray) -> np.ndarray:
         """See :class:`RwkvCpuModel`."""

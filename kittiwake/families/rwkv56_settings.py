@@ -10,25 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kittiwake.families.rwkv_settings import HARMLESS_CONFIG, HARMLESS_GGUF, NORM_EPS, Settings
+from kittiwake.config import is_number
+from kittiwake.families.rwkv_settings import (
+    GROUP_NORM_EPS,
+    HARMLESS_CONFIG,
+    HARMLESS_GGUF,
+    NORM_EPS,
+    Epsilons,
+    Settings,
+)
 
-GROUP_NORM_EPS = 64e-5
-"""A constant of BlinkDL's models, whatever the head size: they were trained on outputs divided by 8, with 1e-5."""
 DIVIDED_EPS = 1e-5
 """The epsilon of the group norm of outputs that are divided by ``head_size_divisor`` first."""
 MAX_HALVINGS = 64
 _NORM_KEYS = ("layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _GROUP_NORM_KEYS = ("group_norm_epsilon", "group_norm_eps")
-
-
-@dataclass(frozen=True)
-class Epsilons:
-    """The two epsilons and, for each, where it comes from."""
-
-    norm: float
-    group_norm: float
-    norm_origin: str
-    group_norm_origin: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def _divisor(settings: Settings) -> float | None:
     value = settings.found.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 256:
+    if not is_number(value) or not 0 < value <= 256:
         raise settings.fail(key, "a number above 0 and up to 256")
     return float(value)
 

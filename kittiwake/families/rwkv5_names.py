@@ -11,9 +11,18 @@ from functools import lru_cache
 
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.errors import ModelError
-from kittiwake.families.rwkv56_names import BLINKDL, HF, HeadPlace, Layout, common_shapes
+from kittiwake.families.rwkv56_names import BLINKDL, HF, Layout
 from kittiwake.families.rwkv_channel_mix import channel_mix_shapes
-from kittiwake.families.rwkv_names import Place, Shapes, count_layers, matrix_shape
+from kittiwake.families.rwkv_names import (
+    NORMS,
+    HeadPlace,
+    MatrixSizes,
+    Place,
+    Shapes,
+    count_layers,
+    matrix_shape,
+    whole_shapes,
+)
 
 VERSIONS = ("5.0", "5.1", "5.2")
 _LOG_BONUS = "time_first"
@@ -26,22 +35,12 @@ _MIX_WORDS = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(MatrixSizes):
     """Everything the shapes of an RWKV-5 depend on."""
 
     version: str
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    vocab: int
     is_bonus_log: bool
     """Whether the bonus is stored as its logarithm."""
-
-    @property
-    def head_size(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads
 
     @property
     def is_gated(self) -> bool:
@@ -72,8 +71,7 @@ def canonical_shapes(sizes: Sizes) -> Shapes:
     block |= {"time_mix.decay_bias": (width,), f"time_mix.{sizes.bonus}": (width,)}
     block |= {f"time_mix.{name}.weight": (width, width) for name in (*sizes.mixed_products, "output")}
     block |= channel_mix_shapes(width, sizes.ffn, CHANNEL_MIXES)
-    layers = {f"layers.{i}.{name}": shape for i in range(sizes.layers) for name, shape in block.items()}
-    return {**common_shapes(sizes.layers, width, sizes.vocab), **layers}
+    return whole_shapes(width, sizes.vocab, NORMS, [block] * sizes.layers)
 
 
 def find_layout(source: TensorSource) -> Layout | None:
@@ -94,33 +92,27 @@ def find_layout(source: TensorSource) -> Layout | None:
 
 def places_of(layout: Layout, sizes: Sizes, source: TensorSource) -> dict[str, Place]:
     """Our name → place in this source, for a whole model."""
-    places = layout.common_places(sizes.layers, (*sizes.mixed_products, "output"))
     shapes = {info.name: info.shape for info in source.infos()}
-    for layer in range(sizes.layers):
-        for ours, place in _block_places(layout, sizes, layer, shapes).items():
-            places[f"layers.{layer}.{ours}"] = place
-    return places
+    return layout.whole(sizes.layers, lambda layer: _block_places(layout, sizes, layer, shapes))
 
 
 def _block_places(layout: Layout, sizes: Sizes, layer: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """What is not in ``common_places``."""
+    """Those of one layer within its block."""
 
     def mix_name(letter: str) -> str:
         return f"time_mix_{_MIX_WORDS[letter] if layout is HF else letter}"
 
     def by_head(name: str) -> HeadPlace:
-        full = layout.in_time_mix(name, layer)
-        if sizes.version == "5.2":
-            return HeadPlace(full, stored=(sizes.heads, sizes.head_size))
-        return HeadPlace(full, stored=(sizes.heads,) if len(shapes.get(full, ())) == 1 else (sizes.heads, 1))
+        is_flat = len(shapes.get(layout.in_time_mix(name, layer), ())) == 1
+        by_channel, one_a_head = (sizes.heads, sizes.head_size), (sizes.heads,) if is_flat else (sizes.heads, 1)
+        return HeadPlace(layout.time_mix + name, stored=by_channel if sizes.version == "5.2" else one_a_head)
 
-    block: dict[str, Place] = {
-        f"time_mix.{mix}": Place(layout.in_time_mix(mix_name(mix[-1]), layer)) for mix in sizes.mixes
-    }
+    block = layout.products((*sizes.mixed_products, "output"))
+    block |= {f"time_mix.{mix}": Place(layout.time_mix + mix_name(mix[-1])) for mix in sizes.mixes}
     block["time_mix.decay_bias"] = by_head("time_decay")
     block[f"time_mix.{sizes.bonus}"] = by_head(_LOG_BONUS if sizes.is_bonus_log else "time_faaaa")
     for mix in CHANNEL_MIXES:
-        block[f"channel_mix.{mix}"] = Place(layout.in_channel_mix(mix_name(mix[-1]), layer))
+        block[f"channel_mix.{mix}"] = Place(layout.channel_mix + mix_name(mix[-1]))
     return block
 
 
@@ -133,7 +125,7 @@ def read_sizes(layout: Layout, source: TensorSource) -> Sizes:
     heads, is_by_channel = _heads(infos[layout.in_time_mix("time_decay")], width)
     is_gated = layout.in_time_mix("gate.weight") in infos
     version = "5.2" if is_by_channel else "5.1" if is_gated else "5.0"
-    return Sizes(version, layers, width, heads, ffn, vocab, layout.in_time_mix(_LOG_BONUS) in infos)
+    return Sizes(layers, width, heads, ffn, vocab, version, layout.in_time_mix(_LOG_BONUS) in infos)
 
 
 def _heads(decay: TensorInfo, width: int) -> tuple[int, bool]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kittiwake.checkpoints.reader import TensorSource
-from kittiwake.engine.states import StateSpec
-from kittiwake.errors import BundleError, ModelError
-from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.errors import ModelError
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv6_names import (
     CHANNEL_MIXES,
     GGUF,
@@ -26,41 +25,32 @@ from kittiwake.families.rwkv6_names import (
     places_of,
     read_sizes,
 )
-from kittiwake.families.rwkv56_names import check_places
+from kittiwake.families.rwkv56_names import HINT
 from kittiwake.families.rwkv56_settings import Stated, read_config, read_metadata
 from kittiwake.families.rwkv_channel_mix import GatedChannelMix
-from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer, RwkvCpuModel
-from kittiwake.families.rwkv_family import (
-    RwkvFamily,
-    check_manifest_count,
-    check_manifest_epsilons,
-    check_manifest_keys,
-)
-from kittiwake.families.rwkv_names import Place, Shapes
-from kittiwake.families.rwkv_time_state import initial_matrix_state, matrix_state_spec
+from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer
+from kittiwake.families.rwkv_matrix import MatrixFamily, MatrixModel, check_manifest_ranks
+from kittiwake.families.rwkv_names import Place, Shapes, check_places
 from kittiwake.layers.linear import Product
 from kittiwake.ops.dynamic_mix.cpu import close_mix, open_mix
 from kittiwake.ops.wkv6.cpu import time_mix
+from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.cuda_model import CudaModel
 
-_EXTRA = ("heads", "ffn", "ranks", "norm_eps", "group_norm_eps")
-
 
 def _sizes(config: ModelConfig) -> Sizes:
     extra = config.extra
-    ranks = extra["ranks"]
-    return Sizes(
-        config.layers, config.width, extra["heads"], extra["ffn"], config.vocab_size, ranks["mix"], ranks["decay"]
-    )
+    common = (config.layers, config.width, extra["heads"], extra["ffn"], config.vocab_size)
+    return Sizes(*common, extra["ranks"]["mix"], extra["ranks"]["decay"])
 
 
-class Rwkv6Family(RwkvFamily):
+class Rwkv6Family(MatrixFamily):
     """The family's side of the contract."""
 
     name = "rwkv6"
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    own_extra = ("ranks",)
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-6 is told by its token shifts ``time_maa``, and in GGUF by the architecture."""
@@ -78,16 +68,9 @@ class Rwkv6Family(RwkvFamily):
             eps = read_metadata(stated, ranks, source.config or {}, source.path)
         else:
             eps = read_config(stated, layout.key, source.config, source.path)
-        check_places(source, places_of(layout, sizes, source), canonical_shapes(sizes), "RWKV-6")
-        extra: dict[str, Any] = {
-            "heads": sizes.heads,
-            "ffn": sizes.ffn,
-            "ranks": {"mix": sizes.mix_rank, "decay": sizes.decay_rank},
-            "norm_eps": eps.norm,
-            "group_norm_eps": eps.group_norm,
-        }
-        origins = {"layout": layout.key, "norm_eps": eps.norm_origin, "group_norm_eps": eps.group_norm_origin}
-        return ModelConfig("rwkv6", sizes.layers, sizes.width, sizes.vocab, extra, origins)
+        check_places(source, places_of(layout, sizes, source), canonical_shapes(sizes), "RWKV-6", hint=HINT)
+        own = {"ranks": {"mix": sizes.mix_rank, "decay": sizes.decay_rank}}
+        return self.make_config(sizes, own, layout.key, eps)
 
     def shapes(self, config: ModelConfig) -> Shapes:
         """See :class:`RwkvFamily`."""
@@ -98,13 +81,9 @@ class Rwkv6Family(RwkvFamily):
         layout = find_layout(source)
         return None if layout is None else places_of(layout, _sizes(config), source)
 
-    def state_spec(self, config: ModelConfig) -> StateSpec:
-        """See :class:`RwkvFamily`."""
-        return matrix_state_spec(config.layers, config.width, config.extra["heads"])
-
     def make_model(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> Rwkv6Model:
         """See :class:`RwkvFamily`."""
-        return Rwkv6Model(config, self.state_spec(config), dtype, threads, progress)
+        return Rwkv6Model(config, dtype, threads, progress)
 
     def make_cuda_model(self, config: ModelConfig, dtype: str) -> CudaModel:
         """See :class:`RwkvFamily`."""
@@ -112,20 +91,9 @@ class Rwkv6Family(RwkvFamily):
 
         return Rwkv6Cuda(config, _sizes(config), self.state_spec(config), dtype)
 
-    def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
-        """The config a bundle's manifest gives; strict about keys and kinds."""
-        check_manifest_keys(model, "rwkv6", _EXTRA)
-        if not isinstance(model["ranks"], dict) or set(model["ranks"]) != set(RANKS):
-            raise BundleError(f"manifest model.ranks must name {sorted(RANKS)}, got {model['ranks']!r}")
-        numbers = {key: model[key] for key in ("layers", "width", "vocab_size", "heads", "ffn")}
-        for key, value in (numbers | model["ranks"]).items():
-            check_manifest_count(key, value)
-        check_manifest_epsilons(model, "norm_eps", "group_norm_eps")
-        if model["width"] % model["heads"]:
-            raise BundleError(f"manifest model.width {model['width']} is not a multiple of heads {model['heads']}")
-        origins = {"layout": "bundle", "norm_eps": "manifest", "group_norm_eps": "manifest"}
-        extra = {key: model[key] for key in _EXTRA}
-        return ModelConfig("rwkv6", model["layers"], model["width"], model["vocab_size"], extra, origins)
+    def check_own(self, model: Mapping[str, Any]) -> None:
+        """See :class:`MatrixFamily`."""
+        check_manifest_ranks(model, RANKS)
 
 
 class _Layer(RwkvCpuLayer):
@@ -155,24 +123,16 @@ class _Layer(RwkvCpuLayer):
         self.channel_mix = GatedChannelMix(self, width, sizes.ffn, CHANNEL_MIXES, group)
 
 
-class Rwkv6Model(RwkvCpuModel[_Layer]):
+class Rwkv6Model(MatrixModel[_Layer]):
     """An RWKV-6 on the CPU: float32 arithmetic and states, weights in float32 or bfloat16."""
 
-    def __init__(
-        self, config: ModelConfig, state_spec: StateSpec, dtype: str, threads: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> None:
         self._sizes = _sizes(config)
-        self._group_eps = np.float32(config.extra["group_norm_eps"])
-        super().__init__(config, canonical_shapes(self._sizes), state_spec, dtype, threads, progress)
+        super().__init__(config, canonical_shapes(self._sizes), dtype, threads, progress)
 
     def make_layer(self, index: int, group: MakeGroup) -> _Layer:
         """See :class:`RwkvCpuModel`."""
         return _Layer(index, self._sizes, group)
-
-    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
-        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
-        sizes = self._sizes
-        return initial_matrix_state(source, sizes.layers, sizes.width, sizes.heads, transpose=transpose)
 
     def run_layer(self, index: int, layer: _Layer, rows: Rows, y: np.ndarray) -> np.ndarray:
         """See :class:`RwkvCpuModel`."""

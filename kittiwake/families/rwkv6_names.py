@@ -5,15 +5,24 @@ Sources: see rwkv56_names.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kittiwake.checkpoints.reader import TensorInfo, TensorSource
+from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.errors import ModelError
-from kittiwake.families.rwkv56_names import BLINKDL, HF, HeadPlace, Layout, ScaledPlace, StackedPlace, common_shapes
+from kittiwake.families.rwkv56_names import BLINKDL, HF, Layout, ScaledPlace, StackedPlace
 from kittiwake.families.rwkv_channel_mix import channel_mix_shapes
-from kittiwake.families.rwkv_names import Place, Shapes, count_layers, matrix_shape
+from kittiwake.families.rwkv_names import (
+    NORMS,
+    HeadPlace,
+    MatrixSizes,
+    Place,
+    Shapes,
+    count_layers,
+    heads_of,
+    matrix_shape,
+    whole_shapes,
+)
 from kittiwake.families.rwkv_rescale import RESCALED, scale_of_stream
 
 MIXES = ("w", "k", "v", "r", "g")
@@ -38,21 +47,11 @@ GGUF = Layout(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(MatrixSizes):
     """Everything the shapes of an RWKV-6 depend on."""
 
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    vocab: int
     mix_rank: int
     decay_rank: int
-
-    @property
-    def head_size(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads
 
 
 @lru_cache(maxsize=4)
@@ -66,8 +65,7 @@ def canonical_shapes(sizes: Sizes) -> Shapes:
     block |= {"time_mix.decay_bias": vector, "time_mix.bonus": vector}
     block |= {f"time_mix.{name}.weight": (width, width) for name in PRODUCTS}
     block |= channel_mix_shapes(width, sizes.ffn, CHANNEL_MIXES)
-    layers = {f"layers.{i}.{name}": shape for i in range(sizes.layers) for name, shape in block.items()}
-    return {**common_shapes(sizes.layers, width, sizes.vocab), **layers}
+    return whole_shapes(width, sizes.vocab, NORMS, [block] * sizes.layers)
 
 
 def find_layout(source: TensorSource) -> Layout | None:
@@ -98,19 +96,16 @@ def places_of(layout: Layout, sizes: Sizes, source: TensorSource) -> dict[str, P
 
 def _named_places(layout: Layout, layers: int, source: TensorSource) -> dict[str, Place]:
     """The same without what depends on sizes and metadata."""
-    places = layout.common_places(layers, PRODUCTS)
     is_fused = any(info.name == layout.in_time_mix("lerp_fused.weight") for info in source.infos())
-    for layer in range(layers):
-        block = _gguf_block(layout, layer, is_fused) if layout is GGUF else _blinkdl_block(layout, layer)
-        places |= {f"layers.{layer}.{ours}": place for ours, place in block.items()}
-    return places
+    block = layout.products(PRODUCTS) | (_gguf_block(layout, is_fused) if layout is GGUF else _blinkdl_block(layout))
+    return layout.whole(layers, lambda _: block)
 
 
-def _blinkdl_block(layout: Layout, layer: int) -> dict[str, Place]:
-    """What is not in ``common_places``."""
+def _blinkdl_block(layout: Layout) -> dict[str, Place]:
+    """Those of a layer within its block, without the products that every layout names alike."""
 
     def named(name: str) -> str:
-        return layout.in_time_mix(name, layer)
+        return layout.time_mix + name
 
     block = {f"time_mix.mix_{letter}": Place(named(f"time_maa_{letter}")) for letter in ("x", *MIXES)}
     block["time_mix.mix_down"] = Place(named("time_maa_w1"), is_transposed=True)
@@ -120,15 +115,15 @@ def _blinkdl_block(layout: Layout, layer: int) -> dict[str, Place]:
     block["time_mix.decay_up"] = Place(named("time_decay_w2"), is_transposed=True)
     block |= {"time_mix.decay_bias": Place(named("time_decay")), "time_mix.bonus": Place(named("time_faaaa"))}
     for letter in "kr":
-        block[f"channel_mix.mix_{letter}"] = Place(layout.in_channel_mix(f"time_maa_{letter}", layer))
+        block[f"channel_mix.mix_{letter}"] = Place(f"{layout.channel_mix}time_maa_{letter}")
     return block
 
 
-def _gguf_block(layout: Layout, layer: int, is_fused: bool) -> dict[str, Place]:
+def _gguf_block(layout: Layout, is_fused: bool) -> dict[str, Place]:
     """The same as a converter to GGUF leaves it; one that fuses the token shifts puts MIXES into one tensor."""
 
     def named(name: str) -> str:
-        return layout.in_time_mix(f"{name}.weight", layer)
+        return f"{layout.time_mix}{name}.weight"
 
     block = {"time_mix.mix_x": Place(named("lerp_x")), "time_mix.mix_down": Place(named("w1"))}
     for index, letter in enumerate(MIXES):
@@ -138,7 +133,7 @@ def _gguf_block(layout: Layout, layer: int, is_fused: bool) -> dict[str, Place]:
     block |= {"time_mix.decay_down": Place(named("decay_w1")), "time_mix.decay_up": Place(named("decay_w2"))}
     block |= {"time_mix.decay_bias": Place(named("decay")), "time_mix.bonus": Place(named("first"))}
     for letter in "kr":
-        block[f"channel_mix.mix_{letter}"] = Place(layout.in_channel_mix(f"lerp_{letter}.weight", layer))
+        block[f"channel_mix.mix_{letter}"] = Place(f"{layout.channel_mix}lerp_{letter}.weight")
     return block
 
 
@@ -161,16 +156,9 @@ def read_sizes(layout: Layout, source: TensorSource) -> Sizes:
     return Sizes(
         layers,
         width,
-        _heads(infos, places["layers.0.time_mix.bonus"].name, width),
+        heads_of(infos, places["layers.0.time_mix.bonus"].name, width, "RWKV-6"),
         shape("layers.0.channel_mix.key.weight")[0],
         vocab,
         mix_columns // len(MIXES),
         shape("layers.0.time_mix.decay_down")[0],
     )
-
-
-def _heads(infos: Mapping[str, TensorInfo], bonus: str, width: int) -> int:
-    heads, head_size = matrix_shape(infos, bonus, "RWKV-6")
-    if heads * head_size != width:
-        raise ModelError(f"{bonus} has shape {(heads, head_size)}, whose product is not the width {width}")
-    return heads

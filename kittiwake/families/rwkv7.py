@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kittiwake.checkpoints.reader import TensorSource
-from kittiwake.engine.states import StatePart, StateSpec
-from kittiwake.errors import BundleError, ModelError
-from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.errors import ModelError
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv7_names import (
     MIXES,
     RANKS,
@@ -24,35 +23,16 @@ from kittiwake.families.rwkv7_names import (
     ranks_of,
     read_sizes,
 )
-from kittiwake.families.rwkv7_settings import Epsilons, read_epsilons
-from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer, RwkvCpuModel
-from kittiwake.families.rwkv_family import (
-    RwkvFamily,
-    check_manifest_count,
-    check_manifest_epsilons,
-    check_manifest_keys,
-)
+from kittiwake.families.rwkv7_settings import read_epsilons
+from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer
+from kittiwake.families.rwkv_matrix import MatrixFamily, MatrixModel, check_manifest_ranks
 from kittiwake.families.rwkv_names import Place, Shapes
-from kittiwake.families.rwkv_time_state import read_time_state
 from kittiwake.layers.linear import Product
 from kittiwake.ops.wkv7.cpu import time_mix
+from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.cuda_model import CudaModel
-
-_EXTRA = ("heads", "ffn", "ranks", "norm_eps", "group_norm_eps")
-
-
-def _config(sizes: Sizes, layout: str, eps: Epsilons) -> ModelConfig:
-    extra: dict[str, Any] = {
-        "heads": sizes.heads,
-        "ffn": sizes.ffn,
-        "ranks": {rank: getattr(sizes, f"{rank}_rank") for rank in RANKS},
-        "norm_eps": eps.norm,
-        "group_norm_eps": eps.group_norm,
-    }
-    origins = {"layout": layout, "norm_eps": eps.norm_origin, "group_norm_eps": eps.group_norm_origin}
-    return ModelConfig("rwkv7", sizes.layers, sizes.width, sizes.vocab, extra, origins)
 
 
 def _sizes(config: ModelConfig) -> Sizes:
@@ -61,11 +41,11 @@ def _sizes(config: ModelConfig) -> Sizes:
     return Sizes(config.layers, config.width, extra["heads"], extra["ffn"], config.vocab_size, **ranks)
 
 
-class Rwkv7Family(RwkvFamily):
+class Rwkv7Family(MatrixFamily):
     """The family's side of the contract."""
 
     name = "rwkv7"
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    own_extra = ("ranks",)
 
     def recognises(self, source: TensorSource) -> bool:
         """RWKV-7 is told by its bonus ``r_k``, which no other version has, and in GGUF by the architecture."""
@@ -79,7 +59,8 @@ class Rwkv7Family(RwkvFamily):
         sizes = read_sizes(layout, source)
         eps = read_epsilons(layout, sizes, source.config, source.path)
         check_tensors(layout, sizes, source)
-        return _config(sizes, layout.key, eps)
+        own = {"ranks": {rank: getattr(sizes, f"{rank}_rank") for rank in RANKS}}
+        return self.make_config(sizes, own, layout.key, eps)
 
     def shapes(self, config: ModelConfig) -> Shapes:
         """See :class:`RwkvFamily`."""
@@ -90,10 +71,6 @@ class Rwkv7Family(RwkvFamily):
         layout = find_layout(source)
         return None if layout is None else layout.places(config.layers)
 
-    def state_spec(self, config: ModelConfig) -> StateSpec:
-        """See :class:`RwkvFamily`."""
-        return _state_spec(_sizes(config))
-
     def make_model(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> Rwkv7Model:
         """See :class:`RwkvFamily`."""
         return Rwkv7Model(config, dtype, threads, progress)
@@ -102,35 +79,11 @@ class Rwkv7Family(RwkvFamily):
         """See :class:`RwkvFamily`."""
         from kittiwake.families.rwkv7_cuda import Rwkv7Cuda  # Triton is there only where a card is
 
-        sizes = _sizes(config)
-        return Rwkv7Cuda(config, sizes, _state_spec(sizes), dtype)
+        return Rwkv7Cuda(config, _sizes(config), self.state_spec(config), dtype)
 
-    def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
-        """The config a bundle's manifest gives; strict about keys and kinds."""
-        check_manifest_keys(model, "rwkv7", _EXTRA)
-        if not isinstance(model["ranks"], dict) or set(model["ranks"]) != set(RANKS):
-            raise BundleError(f"manifest model.ranks must name {sorted(RANKS)}, got {model['ranks']!r}")
-        numbers = {key: model[key] for key in ("layers", "width", "vocab_size", "heads", "ffn")}
-        for key, value in (numbers | model["ranks"]).items():
-            check_manifest_count(key, value, 0 if key == "value_residual" and model["layers"] == 1 else 1)
-        check_manifest_epsilons(model, "norm_eps", "group_norm_eps")
-        if model["width"] % model["heads"]:
-            raise BundleError(f"manifest model.width {model['width']} is not a multiple of heads {model['heads']}")
-        origins = {"layout": "bundle", "norm_eps": "manifest", "group_norm_eps": "manifest"}
-        extra = {key: model[key] for key in _EXTRA}
-        return ModelConfig("rwkv7", model["layers"], model["width"], model["vocab_size"], extra, origins)
-
-
-def _state_spec(sizes: Sizes) -> StateSpec:
-    heads, size = sizes.heads, sizes.head_size
-    return StateSpec(
-        sizes.layers,
-        (
-            StatePart("att_shift", (sizes.width,)),
-            StatePart("wkv", (heads, size, size)),
-            StatePart("ffn_shift", (sizes.width,)),
-        ),
-    )
+    def check_own(self, model: Mapping[str, Any]) -> None:
+        """See :class:`MatrixFamily`. A model of one layer has no value residual."""
+        check_manifest_ranks(model, RANKS, ("value_residual",) if model["layers"] == 1 else ())
 
 
 class _Layer(RwkvCpuLayer):
@@ -164,24 +117,16 @@ class _Layer(RwkvCpuLayer):
         self.head_vectors = self.vectors(width, *(f"time_mix.{name}" for name in rows))
 
 
-class Rwkv7Model(RwkvCpuModel[_Layer]):
+class Rwkv7Model(MatrixModel[_Layer]):
     """An RWKV-7 on the CPU: float32 arithmetic and states, weights in float32 or bfloat16."""
 
     def __init__(self, config: ModelConfig, dtype: str, threads: int, progress: Progress | None) -> None:
-        self._sizes = sizes = _sizes(config)
-        self._group_eps = np.float32(config.extra["group_norm_eps"])
-        super().__init__(config, canonical_shapes(sizes), _state_spec(sizes), dtype, threads, progress)
+        self._sizes = _sizes(config)
+        super().__init__(config, canonical_shapes(self._sizes), dtype, threads, progress)
 
     def make_layer(self, index: int, group: MakeGroup) -> _Layer:
         """See :class:`RwkvCpuModel`."""
         return _Layer(index, self._sizes, group)
-
-    def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
-        """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
-        sizes = self._sizes
-        wkv = read_time_state(source, sizes.layers, sizes.heads, sizes.head_size, transpose=transpose)
-        shift = np.zeros((sizes.layers, sizes.width), dtype=np.float32)
-        return {"att_shift": shift, "wkv": wkv, "ffn_shift": shift.copy()}
 
     def run_layer(self, index: int, layer: _Layer, rows: Rows, y: np.ndarray) -> np.ndarray:
         """See :class:`RwkvCpuModel`."""

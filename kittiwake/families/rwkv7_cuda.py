@@ -15,7 +15,7 @@ from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_model import Copies, CudaModel
 from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv7_names import MIXES, RANKS, Sizes, canonical_shapes, ranks_of
-from kittiwake.families.rwkv_time_state import read_time_state
+from kittiwake.families.rwkv_time_state import initial_matrix_state
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.ops.shift_mix.triton import commit_shifts, shift_mix
 from kittiwake.ops.wkv7.cuda import kernels
@@ -106,9 +106,7 @@ class Rwkv7Cuda(CudaModel):
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""
         sizes = self._sizes
-        wkv = read_time_state(source, sizes.layers, sizes.heads, sizes.head_size, transpose=transpose)
-        shift = np.zeros((sizes.layers, sizes.width), dtype=np.float32)
-        return {"att_shift": shift, "wkv": wkv, "ffn_shift": shift.copy()}
+        return initial_matrix_state(source, sizes.layers, sizes.width, sizes.heads, transpose=transpose)
 
     def trunk(
         self, x: torch.Tensor, rows: Rows, states: CudaStateTable, hidden: Copies | None
@@ -180,6 +178,6 @@ class Rwkv7Cuda(CudaModel):
             self._wkv.decode(projected, low, *given, rows.slots, out, **settings)
             return
         count, heads = rows.shape.rows, self._sizes.heads
-        made = self.room("made", count, heads * self._wkv.made_values(1, 1), dtype=torch.float32)
+        made = self.room("made", count, self._wkv.made_values(heads), dtype=torch.float32)
         scanned = self.room("scanned", count, self.width, dtype=torch.float32)
         self._wkv.prompt(projected, low, *given, rows.starts, rows.slots, made, scanned, out, **settings)

@@ -12,63 +12,59 @@ from functools import lru_cache
 
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.errors import ModelError
-from kittiwake.families.rwkv_names import Place, Shapes, check_presence, check_tensor, count_layers, matrix_shape
+from kittiwake.families.rwkv_names import (
+    NORMS,
+    HeadPlace,
+    MatrixSizes,
+    OuterLayout,
+    Place,
+    Shapes,
+    check_places,
+    count_layers,
+    heads_of,
+    matrix_shape,
+    whole_shapes,
+)
 
 MIXES = ("r", "w", "k", "v", "a", "g")
 """Token shifts of the time mix, in the order that fused tensors hold them too."""
 RANKS = {"decay": "w", "iclr": "a", "value_residual": "v", "gate": "g"}
 """Low-rank pairs: kittiwake's name → the letter in other names."""
-_NORMS = ("time_norm", "channel_norm", "time_mix.group_norm")
 _PRODUCTS = ("receptance", "key", "value", "output")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(MatrixSizes):
     """Everything the shapes of an RWKV-7 depend on."""
 
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    vocab: int
     decay_rank: int
     iclr_rank: int
     value_residual_rank: int
     gate_rank: int
 
-    @property
-    def head_size(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads
-
 
 @lru_cache(maxsize=4)
 def canonical_shapes(sizes: Sizes) -> Shapes:
     """Our name → shape, products as [N, K]."""
+    blocks = (_block_shapes(sizes, layer) for layer in range(sizes.layers))
+    return whole_shapes(sizes.width, sizes.vocab, NORMS, blocks)
+
+
+def _block_shapes(sizes: Sizes, layer: int) -> Shapes:
     width = (sizes.width,)
-    square = (sizes.width, sizes.width)
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (sizes.vocab, sizes.width)}
-    shapes |= {f"{norm}.{part}": width for norm in ("embedding_norm", "output_norm") for part in ("weight", "bias")}
-    shapes["head.weight"] = (sizes.vocab, sizes.width)
-    for layer in range(sizes.layers):
-        block: dict[str, tuple[int, ...]] = {}
-        for norm in _NORMS:
-            block |= {f"{norm}.weight": width, f"{norm}.bias": width}
-        block |= {f"time_mix.mix_{letter}": width for letter in MIXES}
-        for rank in ranks_of(layer):
-            size = getattr(sizes, f"{rank}_rank")
-            block |= {f"time_mix.{rank}_down": (size, sizes.width), f"time_mix.{rank}_up": (sizes.width, size)}
-            if rank != "gate":
-                block[f"time_mix.{rank}_bias"] = width
-        block |= {f"time_mix.{name}": width for name in ("k_k", "k_a", "r_k")}
-        block |= {f"time_mix.{name}.weight": square for name in _PRODUCTS}
-        block |= {
-            "channel_mix.mix_k": width,
-            "channel_mix.key.weight": (sizes.ffn, sizes.width),
-            "channel_mix.value.weight": (sizes.width, sizes.ffn),
-        }
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes
+    block: dict[str, tuple[int, ...]] = {f"time_mix.mix_{letter}": width for letter in MIXES}
+    for rank in ranks_of(layer):
+        size = getattr(sizes, f"{rank}_rank")
+        block |= {f"time_mix.{rank}_down": (size, sizes.width), f"time_mix.{rank}_up": (sizes.width, size)}
+        if rank != "gate":
+            block[f"time_mix.{rank}_bias"] = width
+    block |= {f"time_mix.{name}": width for name in ("k_k", "k_a", "r_k")}
+    block |= {f"time_mix.{name}.weight": (sizes.width, sizes.width) for name in _PRODUCTS}
+    return block | {
+        "channel_mix.mix_k": width,
+        "channel_mix.key.weight": (sizes.ffn, sizes.width),
+        "channel_mix.value.weight": (sizes.width, sizes.ffn),
+    }
 
 
 def ranks_of(layer: int) -> tuple[str, ...]:
@@ -77,18 +73,9 @@ def ranks_of(layer: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(OuterLayout):
     """The names of one layout. ``{}`` stands for a letter of MIXES or RANKS, or for the name of a product or vector."""
 
-    key: str
-    block: str
-    """What a block's names begin with; ``{}`` is the number of the layer."""
-    embedding: str
-    embedding_norm: str
-    output_norm: str
-    head: str
-    norms: tuple[str, str, str]
-    """In the order of _NORMS; ``.weight`` and ``.bias`` follow."""
     mix: str
     low_rank: tuple[str, str, str]
     """Down, up and bias."""
@@ -107,20 +94,10 @@ class Layout:
 
     def places(self, layers: int) -> dict[str, Place]:
         """Our name → place, for a whole model."""
-        places = {"embedding.weight": Place(self.embedding)}
-        for ours, theirs in (("embedding_norm", self.embedding_norm), ("output_norm", self.output_norm)):
-            places |= {f"{ours}.{part}": Place(f"{theirs}.{part}") for part in ("weight", "bias")}
-        places["head.weight"] = Place(self.head)
-        for layer in range(layers):
-            prefix = self.block.format(layer)
-            for ours, place in self._block_places(layer).items():
-                places[f"layers.{layer}.{ours}"] = replace(place, name=prefix + place.name)
-        return places
+        return self.whole(layers, self._block_places)
 
     def _block_places(self, layer: int) -> dict[str, Place]:
         places: dict[str, Place] = {}
-        for ours, theirs in zip(_NORMS, self.norms, strict=True):
-            places |= {f"{ours}.{part}": Place(f"{theirs}.{part}") for part in ("weight", "bias")}
         for row, letter in enumerate(MIXES):
             name = self.mix.format(letter)
             places[f"time_mix.mix_{letter}"] = Place(name, row=(row, len(MIXES)) if self.is_mix_fused else None)
@@ -247,30 +224,14 @@ def _heads(layout: Layout, source: TensorSource, infos: Mapping[str, TensorInfo]
         if type(head_size) is not int or head_size < 1 or width % head_size:
             raise ModelError(f"{source.path}: {key} is {head_size!r}, expected a divisor of the width {width}")
         return width // head_size
-    heads, head_size = matrix_shape(infos, layout.bonus, "RWKV-7")
-    if heads * head_size != width:
-        raise ModelError(f"{layout.bonus} has shape {(heads, head_size)}, whose product is not the width {width}")
-    return heads
+    return heads_of(infos, layout.bonus, width, "RWKV-7")
 
 
 def check_tensors(layout: Layout, sizes: Sizes, source: TensorSource) -> None:
     """Every tensor known, present, of the right shape and of a type that is read. Raises ModelError."""
-    infos = {info.name: info for info in source.infos()}
     places = layout.places(sizes.layers)
-    check_presence(
-        source,
-        {place.name for place in places.values()},
-        "RWKV-7",
-        unused=layout.unused,
-        hint="variants such as v7a, v7b (DeepEmbed) and v8 are not supported",
-    )
-    shapes = canonical_shapes(sizes)
-    for ours, place in places.items():
-        check_tensor(infos[place.name], _stored_shape(ours, place, shapes[ours], layout, sizes), source)
-
-
-def _stored_shape(ours: str, place: Place, shape: tuple[int, ...], layout: Layout, sizes: Sizes) -> tuple[int, ...]:
-    """The shape a file has for a tensor of ours."""
-    if ours.endswith("time_mix.r_k") and not layout.is_bonus_flat:
-        return (sizes.heads, sizes.head_size)
-    return place.stored_shape(shape)
+    if not layout.is_bonus_flat:
+        for ours in (f"layers.{layer}.time_mix.r_k" for layer in range(sizes.layers)):
+            places[ours] = HeadPlace(places[ours].name, stored=(sizes.heads, sizes.head_size))
+    hint = "variants such as v7a, v7b (DeepEmbed) and v8 are not supported"
+    check_places(source, places, canonical_shapes(sizes), "RWKV-7", unused=layout.unused, hint=hint)

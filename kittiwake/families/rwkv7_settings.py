@@ -7,15 +7,19 @@ the code implements. Keys that only concern training, other programs or texts ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kittiwake.config import is_number
 from kittiwake.families.rwkv7_names import Layout, Sizes
-from kittiwake.families.rwkv_settings import HARMLESS_CONFIG, HARMLESS_GGUF, NORM_EPS, Settings
-
-GROUP_NORM_EPS = 64e-5
-"""A constant of BlinkDL's files, whatever the head size (rwkv_v7_numpy.py); llama.cpp's too (its rwkv7 graph)."""
+from kittiwake.families.rwkv_settings import (
+    GROUP_NORM_EPS,
+    HARMLESS_CONFIG,
+    HARMLESS_GGUF,
+    NORM_EPS,
+    Epsilons,
+    Settings,
+)
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("rwkv7", "rwkv7_fla"),
@@ -45,16 +49,6 @@ _RANK_KEYS = {
 _NORM_KEYS = ("norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 _GGUF_RANKS = {"decay": "decay", "iclr": "iclr", "value_residual": "value_residual_mix", "gate": "gate"}
-
-
-@dataclass(frozen=True)
-class Epsilons:
-    """The two epsilons and, for each, where it comes from."""
-
-    norm: float
-    group_norm: float
-    norm_origin: str
-    group_norm_origin: str
 
 
 def read_epsilons(layout: Layout, sizes: Sizes, config: Mapping[str, Any] | None, path: Path) -> Epsilons:
@@ -113,8 +107,7 @@ def _check_feed_forward(settings: Settings, sizes: Sizes) -> None:
     ratio = settings.found.get("hidden_ratio")
     if ratio is None or settings.found.get("intermediate_size") is not None:
         return
-    is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 < ratio < 1 << 16
-    if not is_number or -(-int(sizes.width * ratio) // 32) * 32 != sizes.ffn:
+    if not is_number(ratio) or not 0 < ratio < 1 << 16 or -(-int(sizes.width * ratio) // 32) * 32 != sizes.ffn:
         raise settings.fail("hidden_ratio", f"one that gives a channel mix of {sizes.ffn}, as the tensors have it")
 
 

@@ -16,12 +16,13 @@ from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
-from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv_names import Shapes, listed
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
 from kittiwake.layers.probe import pick_products
 from kittiwake.ops.matmul.cpu import activate_columns
 from kittiwake.ops.shift_mix.cpu import PARALLEL_VALUES, embed_rows, norm_rows, shift_mix
+from kittiwake.progress import Progress
 
 MakeGroup = Callable[[Sequence[Product]], LinearGroup]
 """Makes a group of products with the picks, the storage and the threads of the model."""

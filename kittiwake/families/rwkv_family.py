@@ -10,12 +10,13 @@ import torch
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.checkpoints.row_table import RowTable
+from kittiwake.config import is_epsilon
 from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError
-from kittiwake.families.contract import Model, ModelConfig, Progress
+from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.rwkv_cpu import RwkvCpuModel
 from kittiwake.families.rwkv_names import Place, Shapes, check_tensor, listed
-from kittiwake.families.rwkv_settings import is_epsilon
+from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.cuda_model import CudaModel

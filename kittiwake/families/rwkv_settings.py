@@ -6,14 +6,18 @@ implements, keys that change nothing are listed. Any other key is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from kittiwake.config import is_epsilon
 from kittiwake.errors import ModelError
 
 NORM_EPS = 1e-5
 """The layer norms' epsilon where a file does not tell one: torch's default, which BlinkDL's models were trained with."""
+GROUP_NORM_EPS = 64e-5
+"""That of RWKV-5 to RWKV-7's group norm in BlinkDL's models, whatever the head size: 5 and 6 were trained on outputs
+divided by 8, with 1e-5; for RWKV-7 see rwkv_v7_numpy.py. llama.cpp has it as a constant too."""
 
 HARMLESS_CONFIG = frozenset(
     # how another program computes, saves or was told to load the model
@@ -28,6 +32,16 @@ HARMLESS_CONFIG = frozenset(
 )
 """Keys of a ``config.json`` that change nothing in what any RWKV computes."""
 HARMLESS_GGUF = frozenset({"context_length", "attention.head_count", "attention.head_count_kv", "rope.dimension_count"})
+
+
+@dataclass(frozen=True)
+class Epsilons:
+    """The two epsilons and, for each, where it comes from."""
+
+    norm: float
+    group_norm: float
+    norm_origin: str
+    group_norm_origin: str
 
 
 class Settings:
@@ -85,12 +99,6 @@ class Settings:
                 f"{self.where} has the unknown key {self.prefix}{key[:100]} = {shown(self.found[key])}",
                 "if it does not change what the model computes, remove it",
             )
-
-
-def is_epsilon(value: Any) -> bool:
-    """Whether a value can be the epsilon of a norm."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and 0 < value < 1
 
 
 def is_same(left: Any, right: Any) -> bool:

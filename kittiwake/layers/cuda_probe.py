@@ -10,7 +10,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.resources import files
@@ -33,8 +33,8 @@ from kittiwake.layers.cuda_linear import (
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.progress import Progress
 
-Tell = Callable[[str, int, int], None]
 _PROVED_AT = {
     1: (1,),
     8: (2, 7, 8),
@@ -70,7 +70,9 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def pick_products(groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dtype], tell: Tell | None = None) -> None:
+def pick_products(
+    groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dtype], progress: Progress | None = None
+) -> None:
     """Set the picks of every group; ``out_dtypes`` names those whose outputs have another type than their weights."""
     by_key: dict[str, list[CudaGroup]] = {}
     for group in groups:
@@ -89,8 +91,8 @@ def pick_products(groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dt
             picks = _proved(same[0], picks, out_dtype)
             for group in same:
                 group.picks = picks
-            if tell is not None:
-                tell("proving products", done + 1, len(by_key))
+            if progress is not None:
+                progress("proving products", done + 1, len(by_key))
     if news:
         _keep(element, news)
 

@@ -24,6 +24,7 @@ import torch
 from kittiwake.device import cache_dir, processor_name
 from kittiwake.layers.linear import LinearGroup, Pick, Product, padded, threads_in_force
 from kittiwake.ops.jit import kernels_digest
+from kittiwake.progress import Progress
 
 PROBE_ROWS = (4, 7, 8, 12, 17, 20, 28, 36, 52, 64, 68, 100, 132, 257, 508, 512, 516)
 TIMED_ROWS = (8, 16, 32, 64, 128, 256)
@@ -35,9 +36,7 @@ Shape = tuple[int, int]
 """(K, N) of a product."""
 
 
-def pick_products(
-    shapes: Iterable[Shape], threads: int, progress: Callable[[str, int, int], None] | None = None
-) -> dict[Shape, Pick]:
+def pick_products(shapes: Iterable[Shape], threads: int, progress: Progress | None = None) -> dict[Shape, Pick]:
     """A pick for every (K, N), from the cache where it stands there."""
     wanted = sorted(set(shapes))
     path = cache_dir() / "probe" / f"{_machine_key(threads)}.json"

@@ -1,7 +1,8 @@
 // What recurrences with a matrix state share: a column of it (one value channel) is held by 8 lanes of a warp, lane l has key
 // channels 4 * (8 g + l) + e; sums over them end with the lanes 4, 2, 1 apart. Stands between base.cu and the kernels.
 //
-// D: channels of a head · DP: D rounded up to 32.
+// D: channels of a head · DP: D rounded up to 32. Of a scan: R: columns a thread holds · ROWS: those of a block · STEPS, STAGES:
+// tokens staged together, and how often.
 
 #define LANES 8
 #define COLS (DP / LANES)
@@ -58,3 +59,96 @@ __device__ __forceinline__ void move_state(float (&s)[N][COLS], float* state, in
   }
 }
 
+
+// The tokens of a scan on their way through shared memory, STEPS of them in each of STAGES stages. TOKEN: float32 values of one.
+template <int TOKEN>
+struct Ring {
+  static constexpr int THREADS = LANES * ROWS / R, STAGE = STEPS * TOKEN;
+  float* ring; const float* from; unsigned to; int all;
+  // made: the first token of `count` that follow each other
+  __device__ __forceinline__ Ring(float* ring, const float* made, int count)
+      : ring(ring), from(made + threadIdx.x * 4), to((unsigned)__cvta_generic_to_shared(ring + threadIdx.x * 4)),
+        all(count * TOKEN - threadIdx.x * 4) {}
+  __device__ __forceinline__ void fetch(int stage) const {
+    const float* source = from + (size_t)stage * STAGE;
+    const unsigned target = to + stage % STAGES * STAGE * 4;
+    const int left = all - stage * STAGE;
+    #pragma unroll
+    for (int p = 0; p < STAGE; p += THREADS * 4) {
+      if (STAGE % (THREADS * 4) == 0 || p + threadIdx.x * 4 < STAGE)
+        asm volatile(
+            "{ .reg .pred p; setp.gt.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }"
+            ::"r"(target + p * 4), "l"(source + p), "r"(left - p) : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  __device__ __forceinline__ void begin() const {
+    for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage);
+  }
+};
+
+// Walks `count` tokens: load(vectors, made of a token), then step(vectors, out) moves the columns column .. column + R - 1 on.
+// y [count, heads, D], of the first token and this head, gets the sums of `out` over the lanes.
+template <class Vectors, int TOKEN, class Step>
+__device__ __forceinline__ void walk(const Ring<TOKEN>& ring, int count, int column, float* y, int heads, Step step) {
+  // lane l writes column l / (LANES / R), where it is the first of those that hold its sum
+  const int lane = threadIdx.x % LANES, own = column + lane / (LANES / R);
+  const int writes = lane % (LANES / R) == 0 && own < D;
+  float* to = y + own;
+  const int stride = heads * D;
+  auto write = [&](const float (&out)[R]) {
+    const float sum = scattered_sum<R>(out);
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(sum), "r"(writes) : "memory");
+    to += stride;
+  };
+  float out[R];
+  for (int stage = 0; stage * STEPS < count; stage++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncthreads();
+    ring.fetch(stage + STAGES - 1);
+    const float* now = ring.ring + stage % STAGES * ring.STAGE;
+    const int left = count - stage * STEPS;
+    Vectors m[2];
+    m[0].load(now, column);
+    if (left >= STEPS) {
+      #pragma unroll
+      for (int i = 0; i < STEPS; i++) {
+        if (i + 1 < STEPS) m[(i + 1) % 2].load(now + (i + 1) * TOKEN, column);
+        step(m[i % 2], out);
+        write(out);
+      }
+    } else {
+      for (int i = 0; i < left; i++) {
+        m[0].load(now + i * TOKEN, column);
+        step(m[0], out);
+        write(out);
+      }
+    }
+  }
+}
+
+#if DT != 0
+// What decoding needs to make a low-rank product itself: its weights in shared memory, a row for each of a head's D outputs, of
+// its depth rounded up to 16, and 8 more; each sum walks K as ops/matmul/narrow.cu does.
+
+// Begins to copy the weights of D outputs, in rows of `stride`, `pieces` times 8, to rows of 8 more.
+__device__ __forceinline__ void fetch_weights(elem* weights, const elem* from, int stride, int pieces) {
+  for (int p = threadIdx.x; p < D * pieces; p += 2 * DP) {
+    const int row = p / pieces, k = p % pieces * 8;
+    const unsigned to = (unsigned)__cvta_generic_to_shared(weights + row * (stride + 8) + k);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + (size_t)row * stride + k) : "memory");
+  }
+}
+
+// Adds 16 products to each of 8 outputs, of which lanes 0 to 3 get two each, c[0] and c[1]. a0, a2: a lane's share of one row of
+// inputs, of which lanes 0 to 3 hold 2 (lane % 4) and the one after, and 8 further on; w: the lane's weights of output lane / 4.
+__device__ __forceinline__ void add_low(float (&c)[4], unsigned a0, unsigned a2, const elem* w) {
+  const unsigned b0 = *(const unsigned*)w, b1 = *(const unsigned*)(w + 8);
+#if DT == 1
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+}
+#endif

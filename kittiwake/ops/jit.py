@@ -22,7 +22,15 @@ from kittiwake.device import cache_dir, waiting_environment
 
 Function = Callable[..., Any]
 _NO_KERNELS = ("__init__.py", "cases.py", "packed.py", "reference.py")
-_OF_CARDS = ("cuda.py", "nvrtc.py", "triton.py", "triton_kernels.py", "triton_select.py", "triton_sizes.py")
+_OF_CARDS = (
+    "cuda.py",
+    "head_kernels.py",
+    "nvrtc.py",
+    "triton.py",
+    "triton_kernels.py",
+    "triton_select.py",
+    "triton_sizes.py",
+)
 
 
 @lru_cache

@@ -13,6 +13,9 @@ from kittiwake.text.bytes_level import BytesTokenizer
 from kittiwake.text.table import MAX_FILE_BYTES, TOKENIZER_FILE
 from kittiwake.text.world import WORLD_ROWS, WORLD_VOCABULARY_SHA256, WorldTokenizer
 
+Prompt = str | Sequence[int]
+"""Text, or token ids as they are."""
+
 KINDS = ("world", "gpt-neox", "hf", "bytes")
 
 _GPT_NEOX_ROWS = 50_277

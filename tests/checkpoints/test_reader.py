@@ -224,22 +224,26 @@ def anon_bytes():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
-warm = open_checkpoint(sys.argv[1]); warm.read("small").double().sum()
-before = anon_bytes()
-source = open_checkpoint(sys.argv[2])
-total = float(source.read("big").sum())
-grown = anon_bytes() - before
-assert total == 1 << 24, total
-assert grown < 8 << 20, f"private memory grew by {grown:,} bytes"
+for small, big in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    warm = open_checkpoint(small); warm.read("small").double().sum()
+    before = anon_bytes()
+    source = open_checkpoint(big)
+    total = float(source.read("big").sum())
+    grown = anon_bytes() - before
+    assert total == 1 << 24, (big, total)
+    assert grown < 8 << 20, f"private memory grew by {grown:,} bytes for {big}"
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="private memory is read from /proc")
-@pytest.mark.parametrize("kind", ["pth", "safetensors", "gguf"])
-def test_reading_a_tensor_takes_no_private_memory(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "w").mkdir()
-    write = _gguf if kind == "gguf" else FORMATS[kind]
-    warm = write(tmp_path / "w", {"small": torch.ones(1 << 12)})
-    path = write(tmp_path, {"big": torch.ones(1 << 24)})
-    run = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, warm, path], capture_output=True, text=True, check=False)
+def test_reading_a_tensor_takes_no_private_memory(tmp_path: Path) -> None:
+    paths: list[Path] = []
+    for kind in ("pth", "safetensors", "gguf"):
+        write = _gguf if kind == "gguf" else FORMATS[kind]
+        for size, tensor in (("small", torch.ones(1 << 12)), ("big", torch.ones(1 << 24))):
+            folder = tmp_path / f"{kind}-{size}"
+            folder.mkdir()
+            paths.append(write(folder, {size: tensor}))
+    command = [sys.executable, "-c", MEMORY_SCRIPT, *map(str, paths)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

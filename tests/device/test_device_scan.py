@@ -20,8 +20,9 @@ from tests.oracles.measure import relative_error
 # Without a device these tests are skipped, but their module is imported: on machines that have no Triton too.
 if torch.cuda.is_available():
     from kittiwake.layers.cuda_linear import Choice, CudaGroup, CudaProduct
+    from kittiwake.ops.head_kernels import TILINGS, Tiling
     from kittiwake.ops.matmul.triton import Config
-    from kittiwake.ops.wkv7.cuda import TILINGS, Tiling, Wkv7
+    from kittiwake.ops.wkv7.cuda import Wkv7
 
 pytestmark = pytest.mark.device
 EPS = np.float32(64e-5)
@@ -73,7 +74,7 @@ def run(
     out = torch.full((rows, case.width), torch.nan, device="cuda", dtype=dtype)
     settings: dict[str, Any] = {"first_layer": case.is_first_layer, "eps": float(EPS), "overlap": overlap}
     given = (projected, low, v_first, vectors, state)
-    made = torch.full((ours.made_values(rows, case.heads),), torch.nan, device="cuda")
+    made = torch.full((rows * ours.made_values(case.heads),), torch.nan, device="cuda")
     y = torch.full((rows, case.width), torch.nan, device="cuda")
     if decode:
         ours.decode(*given, sent(slots, torch.int32), out, **settings)

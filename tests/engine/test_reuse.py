@@ -81,7 +81,7 @@ def test_the_same_prompt_twice_needs_nothing_to_be_read() -> None:
     assert sum(rows) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_history_of_prompts_is_answered_as_if_each_were_new(data: st.DataObject) -> None:
     """Prompts that begin alike and part anywhere, together and one after another, under budgets that evict."""

@@ -14,11 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 
 from kittiwake.layers.cuda_probe import _PLAIN
 from kittiwake.ops import nvrtc
+from kittiwake.ops.head_kernels import LOW_ROWS, TILINGS, head_defines, head_source
 from kittiwake.ops.matmul import float32
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
 from kittiwake.ops.wkv6.cuda import Kind
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built
+from tests.ops.test_cuda_kernels import CARDS, DTYPES, HEADS, ROOT, TILINGS_BY_CARD, built
 
 INTERPRETED = Path(__file__).with_name("interpreted_mixes.py")
 KINDS = (Kind(True, True), Kind(False, True), Kind(False, False))
@@ -67,12 +68,12 @@ def test_wkv4_compiles(capability: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_size", [1, 7, 10, 32, 64])
+@pytest.mark.parametrize(("head_size", "dtype"), HEADS, ids=str)
 def test_wkv6_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype) -> None:
-    for kind in KINDS:
-        given = wkv6.defines(head_size, dtype, kind, wkv6.TILINGS[0][1])
-        code = nvrtc.compile_source(wkv6.source(), given, "sm_90")
+    place = HEADS.index((head_size, dtype))
+    for kind in KINDS if (head_size, dtype) == (64, torch.float16) else (KINDS[0], KINDS[1 + place % 2]):
+        given = (*head_defines(head_size, dtype, TILINGS[0][1]), *kind.defines)
+        code = nvrtc.compile_source(head_source("wkv6"), given, "sm_90")
         assert all(name in code for name in (b"decode", b"prepare", b"scan", b"finish"))
         has_low = kind.is_by_token and head_size % 32 == 0 and dtype != torch.float32
         assert (b"decode_low" in code) == has_low
@@ -80,55 +81,41 @@ def test_wkv6_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype) -> 
 
 @pytest.mark.slow
 @needs_nvrtc
-@cards
-def test_every_tiling_of_wkv6_compiles_and_fits_a_card(capability: int) -> None:
-    for _, tiling in wkv6.TILINGS:
-        for kind in KINDS[:2]:
-            given = wkv6.defines(64, torch.float16, kind, tiling)
-            assert nvrtc.compile_source(wkv6.source(), given, f"sm_{capability}")
-            assert tiling.ring_values(64, kind) * 4 <= 99 * 1024
-        assert tiling.columns_per_block % tiling.columns_per_thread == 0
-        # every lane of a warp takes part in the exchanges
-        assert 8 * tiling.columns_per_block // tiling.columns_per_thread % 32 == 0
+@pytest.mark.parametrize(("capability", "place"), TILINGS_BY_CARD)
+def test_every_tiling_of_wkv6_compiles(capability: int, place: int) -> None:
+    for kind in KINDS[:2] if capability == 90 else KINDS[:1]:
+        given = (*head_defines(64, torch.float16, TILINGS[place][1]), *kind.defines)
+        assert nvrtc.compile_source(head_source("wkv6"), given, f"sm_{capability}")
 
 
 @pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_every_float32_layout_compiles(capability: int) -> None:
-    for layout in {float32.Plain(*sizes) for layouts in _PLAIN.values() for sizes in layouts}:
+    all_layouts = sorted({sizes for layouts in _PLAIN.values() for sizes in layouts})
+    for sizes in all_layouts if capability == 90 else (all_layouts[0], all_layouts[-1]):
+        layout = float32.Plain(*sizes)
         code = nvrtc.compile_source(float32.source(), float32.defines(layout), f"sm_{capability}")
         assert b"product_float32" in code, layout
 
 
-def bare(head_size: int, dtype: torch.dtype, kind: Kind = KINDS[0]) -> wkv6.Wkv6:
+def bare(kind: Kind = KINDS[0], dtype: torch.dtype = torch.float16) -> wkv6.Wkv6:
     """What chooses between kernels, without the kernels: those are loaded into a card."""
     made = object.__new__(wkv6.Wkv6)
-    made.head_size, made.padded, made.kind = head_size, wkv6.padded_head(head_size), kind
-    made._tilings, made._dtype = wkv6.TILINGS, dtype
+    made.head_size, made.padded, made.kind, made.dtype, made._vectors = 10, 32, kind, dtype, kind.vectors_per_head
     return made
 
 
 def test_decoding_makes_the_low_rank_product_itself_where_it_can() -> None:
-    assert bare(64, torch.float16).can_take_low(64, 1)
-    assert bare(32, torch.bfloat16).can_take_low(128, wkv6.LOW_ROWS)
-    assert not bare(64, torch.float16).can_take_low(64, wkv6.LOW_ROWS + 1)
-    assert not bare(64, torch.float32).can_take_low(64, 1)  # there is no such product in float32
-    assert not bare(48, torch.float16).can_take_low(64, 1)
-    assert not bare(64, torch.float16).can_take_low(12, 1)  # not whole groups of 16 bytes
-    assert not bare(64, torch.float16).can_take_low(1024, 1)  # more than fits on chip
-    assert not bare(64, torch.float16, KINDS[1]).can_take_low(64, 1)  # there is none
+    made = bare()
+    made.head_size = 64
+    assert made.can_take_low(64, 1) and not made.can_take_low(64, LOW_ROWS + 1)
+    assert not made.can_take_low(1024, 1)  # more than fits on chip
+    constant = bare(KINDS[1])
+    constant.head_size = 64
+    assert not constant.can_take_low(64, 1)  # there is none
 
 
 def test_constant_decays_are_not_staged_with_every_token() -> None:
-    tiling = wkv6.Tiling(4, 32, 8, 3)
-    assert [tiling.ring_values(64, kind) for kind in KINDS] == [3 * 8 * 4 * 64, 3 * 8 * 3 * 64, 3 * 8 * 3 * 64]
-    assert bare(10, torch.float32).made_values(6) == 6 * 4 * 32
-    assert wkv6.defines(40, torch.bfloat16, KINDS[1], tiling) == (
-        "D=40", "DP=64", "DT=2", "BY_TOKEN=0", "GATED=1", "R=4", "ROWS=32", "STEPS=8", "STAGES=3",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("states", "place"), [(1, 0), (16, 0), (17, 1), (49, 2), (97, 3), (1 << 31, 3)])
-def test_the_tiling_of_a_scan_follows_the_number_of_states(states: int, place: int) -> None:
-    assert bare(64, torch.float16).tiling(states) == wkv6.TILINGS[place][1]
+    assert [bare(kind).made_values(6) for kind in KINDS] == [6 * 4 * 32, 6 * 3 * 32, 6 * 3 * 32]
+    assert [kind.defines for kind in KINDS[:2]] == [("BY_TOKEN=1", "GATED=1"), ("BY_TOKEN=0", "GATED=1")]

@@ -1,8 +1,9 @@
-"""The `rwkv` package (BlinkDL/ChatRWKV) as a reference for RWKV-4 to RWKV-7 on the CPU, run in a process of its own.
+"""The `rwkv` package (BlinkDL/ChatRWKV) as a reference for RWKV-4 to RWKV-7 on the CPU, run in processes of its own.
 
 The package chooses the model version from the environment when it is imported, sets process-wide torch flags and
 prints; none of that may reach the tests. This file is both sides: `run` and `time_package` write a request into a
-temporary folder and start this file as a script, which answers there.
+temporary folder and hand it to this file as a script, which answers there. Runs of one version share a process, since
+it takes seconds to import torch; what is timed has a process to itself.
 
 Known differences from the equations: RWKV-7's exp(-0.5) is rounded to 0.606531 (5.6e-7), and the group norm's epsilon is
 64e-5 whatever the head size. RWKV-5.0 and 5.1 run a prompt through powers of their decays and a [T, T] matrix a head.
@@ -10,7 +11,10 @@ Known differences from the equations: RWKV-7's exp(-0.5) is rounded to 0.606531 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -19,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +139,7 @@ def time_package(
 
 
 def _ask(folder: Path, tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | Path, request: dict[str, Any]) -> None:
-    """Have a fresh process answer `request` into `folder`; its output is shown if it fails."""
+    """Have a process of the package answer `request` into `folder`; its output is shown if it fails."""
     if isinstance(tensors, Path):
         model = tensors.resolve()
     else:
@@ -141,17 +147,59 @@ def _ask(folder: Path, tensors: Mapping[str, torch.Tensor | npt.NDArray[Any]] | 
         save_pth(tensors, model)
     request = {**request, "model": str(model.with_suffix(""))}  # the package appends .pth
     Path(folder, "request.json").write_text(json.dumps(request), encoding="utf-8")
+    is_v7, is_timed = request["family"] == "rwkv7", "pieces" not in request
+    process = (_start if is_timed else _running)(is_v7, is_timed)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(f"{folder}\n")
+        process.stdin.flush()
+        reply = process.stdout.readline()
+    finally:
+        if is_timed:
+            _end(process)
+    if not reply:
+        _running.cache_clear()
+        raise RuntimeError(f"the rwkv package ended with code {process.wait()}")
+    if failure := json.loads(reply):
+        raise RuntimeError(f"the rwkv package failed:\n{failure}")
+
+
+def _start(is_v7: bool, is_timed: bool) -> subprocess.Popen[str]:
+    """A process that answers the requests in the folders it is told, one a line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")} | ENVIRONMENT
-    environment["RWKV_V7_ON"] = "1" if request["family"] == "rwkv7" else "0"
-    environment["RWKV_JIT_ON"] = "0" if "pieces" in request else "1"  # compiling pays only when timed
-    command = [sys.executable, "-P", __file__, str(folder)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(f"the rwkv package failed with code {process.returncode}:\n{process.stdout}{process.stderr}")
+    environment["RWKV_V7_ON"] = "1" if is_v7 else "0"
+    environment["RWKV_JIT_ON"] = "1" if is_timed else "0"  # compiling pays only when timed
+    command = [sys.executable, "-P", __file__]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@cache
+def _running(is_v7: bool, is_timed: bool) -> subprocess.Popen[str]:
+    """The same, kept until this process ends."""
+    process = _start(is_v7, is_timed)
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.communicate()
+
+
+def _serve() -> None:
+    """Child process: answer until there are no more folders; what the package prints is part of the reply if it fails."""
+    replies = sys.stdout
+    for line in sys.stdin:
+        printed, failure = io.StringIO(), ""
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            try:
+                _answer(Path(line.removesuffix("\n")))
+            except Exception:
+                failure = printed.getvalue() + traceback.format_exc()
+        print(json.dumps(failure), file=replies, flush=True)
 
 
 def _answer(folder: Path) -> None:
-    """Child process: load the model and answer the request found in `folder`."""
+    """Load the model and answer the request found in `folder`."""
     request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])
     from rwkv.model import RWKV  # type: ignore[import-untyped]
@@ -201,4 +249,4 @@ def _answer_timing(folder: Path, model: Any, request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _answer(Path(sys.argv[1]))
+    _serve()

@@ -9,8 +9,7 @@
 // channels are taken 32 channels at a time by a warp, 16, 8, 4, 2, 1 apart, and those sums added in order.
 //
 // D: channels of a head · DP: D rounded up to 32 · DT: see base.cu · BY_TOKEN: decays follow from the token (RWKV-6) ·
-// GATED: there is a gate (not in RWKV-5.0) · R: value channels a thread of the scan holds · ROWS: those of a block ·
-// STEPS, STAGES: tokens staged together, and how often.
+// GATED: there is a gate (not in RWKV-5.0) · R, ROWS, STEPS, STAGES: see heads.cu.
 
 #if BY_TOKEN
 enum { P_R, P_K, P_V, P_W, P_COUNT };  // the vectors of one token and head, [P_COUNT, DP] float32
@@ -217,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
 
 #if BY_TOKEN && DT != 0 && D % 32 == 0
 // The same with the low-rank product inside, for few sequences: a head's columns of its weights [C, depth rounded up to 16]
-// come through shared memory, and each sum walks K as ops/matmul/narrow.cu does. The product reads `projected` from column
+// come through shared memory. The product reads `projected` from column
 // `low_column` on.
 extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     const elem* projected, const elem* up, const float* vectors, float* state, const int* slots, elem* out,
@@ -233,12 +232,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
   float4 constant[G];
   Known known;
   if (begin_next == 1) let_next_begin();
-  const elem* from = up + (size_t)h * D * stride;
-  for (int p = threadIdx.x; p < D * pieces; p += 2 * DP) {
-    const int row = p / pieces, k = p % pieces * 8;
-    const unsigned to = (unsigned)__cvta_generic_to_shared(weights + row * (stride + 8) + k);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + (size_t)row * stride + k) : "memory");
-  }
+  fetch_weights(weights, up + (size_t)h * D * stride, stride, pieces);
   asm volatile("cp.async.commit_group;" ::: "memory");
   move_state<4, false>(s, mine, threadIdx.x / LANES * 4);
   if (threadIdx.x < 32) known.load(vectors, width, h);
@@ -255,14 +249,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
         if (at + 2 <= depth) a0 = *(const unsigned*)(x + at);
         if (at + 10 <= depth) a2 = *(const unsigned*)(x + at + 8);
       }
-      const elem* w = weights + (t * 8 + lane / 4) * (stride + 8) + at;
-      const unsigned b0 = *(const unsigned*)w, b1 = *(const unsigned*)(w + 8);
-#if DT == 1
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+      add_low(c, a0, a2, weights + (t * 8 + lane / 4) * (stride + 8) + at);
     }
     if (lane < 4) {
       low[t * 8 + lane * 2] = widen(round_only(c[0]));
@@ -293,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(256) prepare(
 extern "C" __global__ void __launch_bounds__(LANES * ROWS / R, 1) scan(
     const float* made, const float* vectors, float* y, float* state, const int* starts, const int* slots, int rows, int width) {
   extern __shared__ __align__(16) float ring[];
-  constexpr int THREADS = LANES * ROWS / R, TOKEN = P_COUNT * DP, STAGE = STEPS * TOKEN;
+  constexpr int TOKEN = P_COUNT * DP;
   const int h = blockIdx.y, b = blockIdx.z, heads = gridDim.y;
   const int column = blockIdx.x * ROWS + threadIdx.x / LANES * R;
   const int first = starts[b], count = starts[b + 1] - first;
@@ -306,57 +293,10 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS / R, 1) scan(
   }
   wait_for_inputs();
   if (count <= 0) return;
-  const float* source = made + ((size_t)h * rows + first) * TOKEN + threadIdx.x * 4;
-  const unsigned ring_at = (unsigned)__cvta_generic_to_shared(ring + threadIdx.x * 4);
-  const int all = count * TOKEN - threadIdx.x * 4;
-  auto fetch = [&](int stage) {
-    const float* from = source + (size_t)stage * STAGE;
-    const unsigned to = ring_at + stage % STAGES * STAGE * 4;
-    const int left = all - stage * STAGE;
-    #pragma unroll
-    for (int p = 0; p < STAGE; p += THREADS * 4) {
-      if (STAGE % (THREADS * 4) == 0 || p + threadIdx.x * 4 < STAGE)
-        asm volatile(
-            "{ .reg .pred p; setp.gt.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }"
-            ::"r"(to + p * 4), "l"(from + p), "r"(left - p) : "memory");
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage);
-  // lane l writes column l / (LANES / R), where it is the first of those that hold its sum
-  const int lane = threadIdx.x % LANES, own = column + lane / (LANES / R);
-  const int writes = lane % (LANES / R) == 0 && own < D;
-  float* to = y + ((size_t)first * heads + h) * D + own;
-  const int stride = heads * D;
-  auto write = [&](const float (&out)[R]) {
-    const float sum = scattered_sum<R>(out);
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(sum), "r"(writes) : "memory");
-    to += stride;
-  };
-  float out[R];
-  for (int stage = 0; stage * STEPS < count; stage++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncthreads();
-    fetch(stage + STAGES - 1);
-    const float* now = ring + stage % STAGES * STAGE;
-    const int left = count - stage * STEPS;
-    Vectors<R> m[2];
-    m[0].load(now, column);
-    if (left >= STEPS) {
-      #pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        if (i + 1 < STEPS) m[(i + 1) % 2].load(now + (i + 1) * TOKEN, column);
-        advance<R>(s, m[i % 2], constant, out);
-        write(out);
-      }
-    } else {
-      for (int i = 0; i < left; i++) {
-        m[0].load(now + i * TOKEN, column);
-        advance<R>(s, m[0], constant, out);
-        write(out);
-      }
-    }
-  }
+  const Ring<TOKEN> tokens(ring, made + ((size_t)h * rows + first) * TOKEN, count);
+  tokens.begin();
+  walk<Vectors<R>>(tokens, count, column, y + ((size_t)first * heads + h) * D, heads,
+      [&](const Vectors<R>& m, float (&out)[R]) { advance<R>(s, m, constant, out); });
   move_state<R, true>(s, mine, column);
 }
 

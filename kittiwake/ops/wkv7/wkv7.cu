@@ -7,8 +7,8 @@
 // lanes 4, 2, 1 apart. Which rows share a thread or a block changes nothing. Sums over a head's channels are taken 32
 // channels at a time by a warp, 16, 8, 4, 2, 1 apart, and those sums added in order.
 //
-// D: channels of a head · DP: D rounded up to 32 · DT: see base.cu · R: state rows a
-// thread of the scan holds · ROWS: rows of a block of the scan · STEPS, STAGES: tokens staged together, and how often.
+// D: channels of a head · DP: D rounded up to 32 · DT: see base.cu · R, ROWS, STEPS,
+// STAGES: see heads.cu, whose columns are the rows here.
 
 enum { P_W, P_K, P_A, P_B, P_R, P_V, P_COUNT };  // the vectors of one token and head, [P_COUNT, DP] float32
 enum { V_W0, V_A0, V_V0, V_KK, V_KA, V_RK, V_NORM_WEIGHT, V_NORM_BIAS };  // rows of a layer's vectors [8, C]
@@ -243,12 +243,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     columns[q] = (int)line[1]; depths[q] = (int)line[3]; begins[q] = room;
     if (q < count) {
       const int stride = (depths[q] + 15) / 16 * 16, pieces = stride / 8;
-      const elem* from = up + line[2];
-      for (int p = threadIdx.x; p < D * pieces; p += 2 * DP) {
-        const int row = p / pieces, k = p % pieces * 8;
-        const unsigned to = (unsigned)__cvta_generic_to_shared(weights + room + row * (stride + 8) + k);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + (size_t)row * stride + k) : "memory");
-      }
+      fetch_weights(weights + room, up + line[2], stride, pieces);
       room += D * (stride + 8);
     }
   }
@@ -272,16 +267,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
         if (at + 10 <= depth) a2 = *(const unsigned*)(x + at + 8);
       }
       #pragma unroll
-      for (int t = 0; t < D / 8; t++) {
-        const elem* w = weights + begins[q] + (t * 8 + lane / 4) * stride + at;
-        const unsigned b0 = *(const unsigned*)w, b1 = *(const unsigned*)(w + 8);
-#if DT == 1
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-            : "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
-      }
+      for (int t = 0; t < D / 8; t++) add_low(c[t], a0, a2, weights + begins[q] + (t * 8 + lane / 4) * stride + at);
     }
     if (lane < 4) {
       #pragma unroll
@@ -315,66 +301,19 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS / R, 1) scan(
     const float* __restrict__ made, float* __restrict__ y, float* __restrict__ state, const int* __restrict__ starts,
     const int* __restrict__ slots, int rows) {
   extern __shared__ __align__(16) float ring[];
-  constexpr int THREADS = LANES * ROWS / R, TOKEN = P_COUNT * DP, STAGE = STEPS * TOKEN;
+  constexpr int TOKEN = P_COUNT * DP;
   const int h = blockIdx.y, b = blockIdx.z, heads = gridDim.y;
   const int row = blockIdx.x * ROWS + threadIdx.x / LANES * R;
   wait_for_inputs();
   const int first = starts[b], count = starts[b + 1] - first;
   if (count <= 0) return;
   float* mine = state + ((size_t)slots[b] * heads + h) * D * D;
-  const float* source = made + ((size_t)h * rows + first) * TOKEN + threadIdx.x * 4;
-  const unsigned ring_at = (unsigned)__cvta_generic_to_shared(ring + threadIdx.x * 4);
-  const int all = count * TOKEN - threadIdx.x * 4;
-  auto fetch = [&](int stage) {
-    const float* from = source + (size_t)stage * STAGE;
-    const unsigned to = ring_at + stage % STAGES * STAGE * 4;
-    const int left = all - stage * STAGE;
-    #pragma unroll
-    for (int p = 0; p < STAGE; p += THREADS * 4) {
-      if (STAGE % (THREADS * 4) == 0 || p + threadIdx.x * 4 < STAGE)
-        asm volatile(
-            "{ .reg .pred p; setp.gt.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }"
-            ::"r"(to + p * 4), "l"(from + p), "r"(left - p) : "memory");
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
+  const Ring<TOKEN> tokens(ring, made + ((size_t)h * rows + first) * TOKEN, count);
+  tokens.begin();
   float s[R][COLS];
-  for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage);
   move_state<R, false>(s, mine, row);
-  // lane l writes row l / (LANES / R), where it is the first of those that hold its sum
-  const int lane = threadIdx.x % LANES, own = row + lane / (LANES / R);
-  const int writes = lane % (LANES / R) == 0 && own < D;
-  float* to = y + ((size_t)first * heads + h) * D + own;
-  const int stride = heads * D;
-  auto write = [&](const float (&out)[R]) {
-    const float sum = scattered_sum<R>(out);
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32 [%0], %1; }" ::"l"(to), "f"(sum), "r"(writes) : "memory");
-    to += stride;
-  };
-  float out[R];
-  for (int stage = 0; stage * STEPS < count; stage++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncthreads();
-    fetch(stage + STAGES - 1);
-    const float* now = ring + stage % STAGES * STAGE;
-    const int left = count - stage * STEPS;
-    Vectors<R> m[2];
-    m[0].load(now, row);
-    if (left >= STEPS) {
-      #pragma unroll
-      for (int i = 0; i < STEPS; i++) {
-        if (i + 1 < STEPS) m[(i + 1) % 2].load(now + (i + 1) * TOKEN, row);
-        advance<R>(s, m[i % 2], out);
-        write(out);
-      }
-    } else {
-      for (int i = 0; i < left; i++) {
-        m[0].load(now + i * TOKEN, row);
-        advance<R>(s, m[0], out);
-        write(out);
-      }
-    }
-  }
+  walk<Vectors<R>>(tokens, count, row, y + ((size_t)first * heads + h) * D, heads,
+      [&](const Vectors<R>& m, float (&out)[R]) { advance<R>(s, m, out); });
   move_state<R, true>(s, mine, row);
 }
 

@@ -18,7 +18,7 @@ from kittiwake.ops.block_attention import triton_sizes as sizes
 from kittiwake.ops.block_attention.triton import workspace_bytes
 from kittiwake.ops.block_attention.triton_kernels import attend_kernel, enter_kernel, merge_kernel, turn_kernel
 from kittiwake.ops.block_attention.triton_select import score_kernel, select_kernel
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built
+from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
 
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 RELEASED = AttentionShape(24, 2, 256, 64, 4, 128, ratio=4, budget=2048)
@@ -67,8 +67,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@cards
+@cards_and_dtypes
 def test_kernels_that_read_the_model_compile(capability: int, dtype: torch.dtype) -> None:
     overlap = capability >= 90
     for shape in SHAPES if capability == 90 else (RELEASED,):

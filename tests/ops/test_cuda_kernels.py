@@ -33,6 +33,12 @@ HEADS = [(1, torch.float32), (7, torch.float16), (10, torch.bfloat16)]
 HEADS += [(size, dtype) for size in (32, 64) for dtype in DTYPES]
 TILINGS_BY_CARD = [*((90, place) for place in range(len(TILINGS))), (80, 3), (100, 0), (120, 1)]
 cards = pytest.mark.parametrize("capability", CARDS)
+cards_and_dtypes = pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(card, dtype) for card in CARDS for dtype in DTYPES if card == 90 or dtype == torch.bfloat16],
+    ids=str,
+)
+"""Every dtype on one kind of card, one dtype on every kind."""
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.is_available(), reason="cuda-bindings with NVRTC is not installed (the extra 'cuda')"
 )

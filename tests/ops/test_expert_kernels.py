@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 from kittiwake.layers.cuda_experts import tilings
 from kittiwake.ops.experts import triton as experts
 from kittiwake.ops.ngram_mix import triton as ngram
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built
+from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
 
 INTERPRETED = Path(__file__).with_name("interpreted_experts.py")
 INTS = ("E", "P", "T", "C", "ff", "dilation")
@@ -32,7 +32,6 @@ TYPES = (
 MOST_SHARED = 99 * 1024
 """Bytes of shared memory that a block of the smallest of these cards may have."""
 cards = pytest.mark.parametrize("capability", CARDS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, Any], **options: Any) -> Any:
@@ -63,8 +62,7 @@ def test_the_kernels_agree_with_the_references_in_the_interpreter() -> None:
 
 
 @pytest.mark.slow
-@every_dtype
-@cards
+@cards_and_dtypes
 def test_every_tiling_compiles_and_fits_a_card(capability: int, dtype: torch.dtype) -> None:
     """In the sizes of Qwen3.8-Flash-Next; the narrow one in odd sizes and for pairs as they are, too."""
     for width, ff in ((2560, 640), (31, 17)):
@@ -84,8 +82,7 @@ def test_every_tiling_compiles_and_fits_a_card(capability: int, dtype: torch.dty
 
 
 @pytest.mark.slow
-@every_dtype
-@cards
+@cards_and_dtypes
 def test_row_kernels_compile(capability: int, dtype: torch.dtype) -> None:
     route = {"SMALLEST": experts.SMALLEST_SUM, "RENORMALISES": True, "TOP_K": 10, "RANKS": 16, "BLOCK": 512}
     compiled(experts.route_kernel, capability, dtype, route, num_warps=1, enable_fp_fusion=False)

@@ -17,11 +17,10 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 from kittiwake.ops.gated_delta import triton as delta
 from kittiwake.ops.hyper_mix import triton as mix
 from kittiwake.ops.short_conv import triton as conv
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built
+from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
 
 INTERPRETED = Path(__file__).with_name("interpreted_hybrid.py")
 cards = pytest.mark.parametrize("capability", CARDS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.mark.slow
@@ -69,8 +68,7 @@ def trees(made: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@every_dtype
-@cards
+@cards_and_dtypes
 def test_a_stream_is_normed_by_one_tree_whatever_was_added_and_whichever_rows_are_wanted(
     capability: int, dtype: torch.dtype
 ) -> None:
@@ -87,8 +85,7 @@ def test_a_stream_is_normed_by_one_tree_whatever_was_added_and_whichever_rows_ar
 
 
 @pytest.mark.slow
-@every_dtype
-@cards
+@cards_and_dtypes
 def test_hyper_connections_compile_and_contract_nothing(capability: int, dtype: torch.dtype) -> None:
     rows, parts = (
         {name: value for name, value in options(2560, False).items() if name != "OVERLAP"}
@@ -110,8 +107,7 @@ def test_hyper_connections_compile_and_contract_nothing(capability: int, dtype: 
 
 
 @pytest.mark.slow
-@every_dtype
-@cards
+@cards_and_dtypes
 def test_convolutions_compile_and_contract_nothing(capability: int, dtype: torch.dtype) -> None:
     """Rows go through one kernel in a prompt and through another in decoding: they must round alike."""
     launched = {"num_warps": 4, "enable_fp_fusion": False}
@@ -130,8 +126,7 @@ RELEASED = {"K": 128, "V": 128, "KEY_HEADS": 16, "VALUE_HEADS": 48, "COPIES": de
 
 
 @pytest.mark.slow
-@every_dtype
-@cards
+@cards_and_dtypes
 def test_what_stands_around_the_scan_compiles_and_contracts_nothing(capability: int, dtype: torch.dtype) -> None:
     launched = {"num_warps": 4, "enable_fp_fusion": False}
     before = {"KEYS": 128, "HEADS": 8, "GATES": 64, "BLOCK": 1024}

@@ -16,6 +16,7 @@ import numpy as np
 from kittiwake.bench.floors import Ceilings, demand
 from kittiwake.bench.subject import Subject
 from kittiwake.bench.timing import Effort, Figures, interleaved_ms, median_ms, timed
+from kittiwake.device import available_memory
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import SavedState
 from kittiwake.errors import KittiwakeError, UsageError
@@ -28,6 +29,8 @@ SPLIT_TOKENS = 67
 SPLITS = 3
 _STREAMS = 4
 """Batches of different tokens that a case goes through in turn."""
+_ID_BYTES = 48
+"""Of a token id in an array, and then in a list."""
 _CASE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,7})")
 
 
@@ -60,7 +63,14 @@ def parse_cases(text: str) -> list[Case]:
 
 
 def random_ids(vocab_size: int, batch: int, tokens: int, seed: int) -> list[list[int]]:
-    """Token ids drawn uniformly: random data, since zeros would flatter caches and predictors."""
+    """Token ids drawn uniformly: random data, since zeros would flatter caches and predictors. Raises KittiwakeError for
+    more than the memory that is free holds."""
+    free = available_memory()
+    if free and batch * tokens * _ID_BYTES > free:
+        raise KittiwakeError(
+            f"{batch * tokens:,} random tokens take {batch * tokens * _ID_BYTES:,} bytes, {free:,} are free",
+            "ask for fewer tokens at once",
+        )
     ids: list[list[int]] = np.random.default_rng(seed).integers(0, vocab_size, size=(batch, tokens)).tolist()
     return ids
 

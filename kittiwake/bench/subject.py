@@ -8,10 +8,13 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
+from kittiwake.device import available_memory
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable, new_states
-from kittiwake.errors import DeviceError
+from kittiwake.errors import DeviceError, KittiwakeError
 from kittiwake.families.contract import Model
+
+_FEWER = "name cases of fewer sequences"
 
 
 class _OnCard(Protocol):
@@ -24,12 +27,17 @@ class Subject:
     def __init__(self, model: Model, slots: int) -> None:
         self.model = model
         self.device = model.device
+        each, free = model.state_spec.slot_bytes, available_memory()
+        if self.device == "cpu" and free and slots * each > free:
+            raise KittiwakeError(
+                f"{slots:,} states of {each:,} bytes are more than the {free:,} bytes that are free", _FEWER
+            )
         try:
             self.states = new_states(model, slots)
         except torch.OutOfMemoryError as err:
             raise DeviceError(
                 f"the device has no room for {slots} states of {model.state_spec.slot_bytes} bytes beside the model",
-                "name cases of fewer sequences",
+                _FEWER,
             ) from err
         self.slots = [self.states.allocate() for _ in range(slots)]
 

@@ -15,14 +15,19 @@ from kittiwake.bench.gathers import GatherWatch, readers_of
 from kittiwake.bench.subject import Subject
 from kittiwake.bench.timing import Effort, Figures, measure_ms, median_ms, timed
 from kittiwake.config import EngineConfig
+from kittiwake.device import available_memory
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import KeptState, SamplingParams
 from kittiwake.engine.scoring import Given, prefill_steps
-from kittiwake.errors import KittiwakeError, UsageError
+from kittiwake.engine.states import StateTable
+from kittiwake.errors import KittiwakeError, PagesError, UsageError
 from kittiwake.families.contract import Progress
 from kittiwake.llm import LLM
 from kittiwake.load import Loaded
 
+_TOKEN_BYTES = 48
+"""What a token takes in a text and in each state kept after it: a number, and where it is."""
+_LESS = "take smaller depths, a shorter prompt or fewer requests"
 _DEPTH = re.compile(r"([0-9]{1,9})(k?)", re.IGNORECASE)
 
 
@@ -102,7 +107,7 @@ def measure_depths(
     turns with look-ahead, which is the figure, and without. Decode: ``generate`` steps of all requests, from the states
     after their prompts; ``step_ms`` is one of them, ``forward_ms`` the bare forward of such a step, and ``host_share``
     what the step takes beyond it. Every depth is really read, the deeper ones from where the one before ended. Raises
-    InexactError before timing anything.
+    InexactError before timing anything, and PagesError or KittiwakeError, before reading, for what memory cannot hold.
     """
     model = loaded.model
     tell = progress if progress is not None else _silent
@@ -110,16 +115,43 @@ def measure_depths(
     check_case(subject, Case(trip.requests, min(trip.prompt, 64)), seed)
     if model.device != "cpu":
         check_splits(subject, seed)
+    pages_bytes = _check_room(subject.states, trip, depths, is_host=model.device == "cpu")
     places = _reach(loaded, replace(trip, depth=0), depths, config, seed, tell)
     readers = readers_of(model)
     runs = [_Runs(GatherWatch(readers) if readers else None) for _ in places]
-    with LLM.from_loaded(loaded, replace(config, slots=max(config.slots, trip.requests))) as llm:
+    # half of what is free is less now, with states kept: the engine is told what it needs
+    config = replace(config, slots=max(config.slots, trip.requests), growing_bytes=pages_bytes)
+    with LLM.from_loaded(loaded, config) as llm:
         for run in range(repeat + 1):  # the first one warms up
             order = range(len(places)) if run % 2 == 0 else range(len(places) - 1, -1, -1)
             for turn, index in enumerate(order):
                 tell("timing prompt and decoding", run * len(places) + turn, (repeat + 1) * len(places))
                 _run_once(llm.engine, places[index], runs[index], run)
     return [_figures(loaded, subject, one, took, seed, ceilings) for one, took in zip(places, runs, strict=True)]
+
+
+def _check_room(states: StateTable, trip: Trip, depths: Sequence[int], *, is_host: bool) -> int:
+    """Bytes of the pages that the deepest runs need, -1 where nothing grows.
+
+    Raises PagesError where the table has too few, KittiwakeError where the texts up to the depths and the states kept
+    there do not fit the memory that is free: reading that far takes long, and would end there.
+    """
+    spec, ends = states.spec, [depth + trip.prompt for depth in set(depths)]
+    longest = max(ends) + max(trip.generate + 1, Effort().most + 1)
+    what = f"{trip.requests} {'request' if trip.requests == 1 else 'requests'} at a depth of {max(depths):,} tokens"
+    pages = trip.requests * spec.pages_for(longest)
+    if spec.growing and (longest > states.most_tokens or pages > states.total_pages):
+        raise PagesError(
+            f"{what} and what is timed there take {longest:,} tokens each, the memory for growing states holds "
+            f"{states.total_pages * spec.page_tokens:,} in all, {states.most_tokens:,} of one",
+            _LESS,
+        )
+    kept = sum(spec.bytes_for(tokens) + _TOKEN_BYTES * tokens for tokens in (*ends, *set(depths)))
+    needed = trip.requests * kept + (pages * spec.page_bytes if is_host else 0)
+    free = available_memory()
+    if free and needed > free:
+        raise KittiwakeError(f"{what} need {needed:,} bytes to be kept, {free:,} are free", _LESS)
+    return pages * spec.page_bytes if spec.growing else -1
 
 
 def _reach(

@@ -66,6 +66,28 @@ class FileStamp:
             raise CheckpointError(f"{self.path} changed while it was open", "open the checkpoint again")
 
 
+LFS_POINTER = b"version https://git-lfs"
+"""How the small files begin that stand for large ones in a Git repository."""
+HEAD_BYTES = 512
+"""How much of a file tells what it is."""
+
+
+def refuse_strangers(path: Path, head: bytes) -> None:
+    """Raise CheckpointError for content that people do hand over by mistake, saying what it is; ``head`` is the file's
+    first HEAD_BYTES."""
+    if not head:
+        raise CheckpointError(f"{path} is empty (0 bytes)", "the download failed: get it again")
+    if head.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself", "run: git lfs pull")
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise CheckpointError(
+            f"{path} is a web page, not a checkpoint", "download the file itself, not the page about it"
+        )
+    if text.startswith((b"{", b"[")):
+        raise CheckpointError(f"{path} is a JSON text, not tensors", "give the folder that it belongs to")
+
+
 def _reason(err: OSError | ValueError) -> str:
     return err.strerror or str(err) if isinstance(err, OSError) else str(err)
 

@@ -23,7 +23,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from kittiwake.checkpoints.files import FileStamp, quoted
+from kittiwake.checkpoints.files import HEAD_BYTES, FileStamp, quoted, refuse_strangers
 from kittiwake.checkpoints.gguf_parts import check_whole, merged_metadata, part_stamps
 from kittiwake.checkpoints.reader import FilePlace, FileSource, TensorInfo
 from kittiwake.errors import CheckpointError
@@ -212,10 +212,11 @@ def open_gguf(stamp: FileStamp) -> GgufSource:
 def _open_file(stamp: FileStamp) -> _File:
     """One file by itself, every count and offset checked."""
     path = stamp.path
-    if stamp.size < 24:
-        raise CheckpointError(f"{path} is cut short: {stamp.size} bytes cannot hold a GGUF header", _AGAIN)
     try:
         with path.open("rb") as file:
+            refuse_strangers(path, file.read(HEAD_BYTES))
+            if stamp.size < 24:
+                raise CheckpointError(f"{path} is cut short: {stamp.size} bytes cannot hold a GGUF header", _AGAIN)
             data = _mapped(file.fileno())
     except (OSError, ValueError) as err:
         raise CheckpointError(f"{path} cannot be mapped: {err}") from None

@@ -17,18 +17,19 @@ from kittiwake.errors import CheckpointError
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 MAX_PARTS = (1 << 16) - 1
-_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL | re.IGNORECASE)
 _OF_ONE_FILE = frozenset({NUMBER, "general.alignment"})
 """Keys that each part has for itself."""
 _TOGETHER = "put all parts of the model into one folder, under the names they were published with"
 _SHOWN = 4
 
 
-def one_set(names: Sequence[str]) -> str | None:
-    """The first of these file names where all are parts of one model, else None."""
-    found = [_NAME.fullmatch(name) for name in names]
-    prefixes = {match and (match[1], match[3]) for match in found}
-    return min(names) if len(prefixes) == 1 and None not in prefixes else None
+def first_parts(names: Sequence[str]) -> dict[str, int]:
+    """Of each model that these file names are, or are parts of: its first name, and how many are of it."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        models.setdefault(_numbered(name, 0) if _NAME.fullmatch(name) else name, []).append(name)
+    return {found[0]: len(found) for found in models.values()}
 
 
 def part_stamps(given: FileStamp, metadata: Mapping[str, Any]) -> list[FileStamp]:
@@ -48,15 +49,17 @@ def part_stamps(given: FileStamp, metadata: Mapping[str, Any]) -> list[FileStamp
     if match is None or (int(match[2]), int(match[3])) != (number + 1, count):
         raise CheckpointError(
             f"{path} is part {number + 1} of {count} by its metadata, expected a name that ends in "
-            f"{_name('', number, count)}",
+            f"-{number + 1:05}-of-{count:05}.gguf",
             _TOGETHER,
         )
-    names = [_name(match[1], other, count) for other in range(count)]
+    names = [_numbered(path.name, other) for other in range(count)]
     missing = [name for name in names if not (path.parent / name).exists()]
     if missing:
         shown = ", ".join(map(quoted, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
         raise CheckpointError(
-            f"{path} is one of {count} parts, of which {len(missing)} are missing beside it: {shown}", _TOGETHER
+            f"{path} is one of {count} parts, of which {len(missing)} {'is' if len(missing) == 1 else 'are'} missing "
+            f"beside it: {shown}",
+            _TOGETHER,
         )
     return [given if name == path.name else FileStamp.of(path.parent / name) for name in names]
 
@@ -100,8 +103,11 @@ def merged_metadata(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str
     return merged
 
 
-def _name(prefix: str, number: int, count: int) -> str:
-    return f"{prefix}-{number + 1:05}-of-{count:05}.gguf"
+def _numbered(name: str, number: int) -> str:
+    """The name of another part, from the name of one."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return f"{name[: match.start(2)]}{number + 1:05}{name[match.end(2) :]}"
 
 
 def _count(metadata: Mapping[str, Any], key: str, path: Path, most: int = 1 << 31) -> int:

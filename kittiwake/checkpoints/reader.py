@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from kittiwake.checkpoints.files import FileStamp, quoted, sha256_file
-from kittiwake.checkpoints.gguf_parts import one_set
+from kittiwake.checkpoints.files import HEAD_BYTES, FileStamp, quoted, refuse_strangers, sha256_file
+from kittiwake.checkpoints.gguf_parts import first_parts
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import CheckpointError
 from kittiwake.progress import Progress
@@ -25,6 +26,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The most a safetensors header may hold; the ``safetensors`` library has the same limit."""
 
 _PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".pkl")
+_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}\.safetensors$")
+_SHOWN = 4
 _EXPECTED = (
     "expected a PyTorch .pth, a .safetensors or .gguf file, or a folder that holds one of them or a kittiwake bundle"
 )
@@ -238,16 +241,28 @@ def _pick_file(folder: Path, names: Sequence[str]) -> str:
     if "model.safetensors" in names:
         return "model.safetensors"
     suffixes = (".safetensors", ".pth", ".pt", ".gguf")
-    found = [n for n in names if (n.endswith(suffixes) and not n.startswith(".")) or n == "pytorch_model.bin"]
-    if len(found) == 1:
-        return found[0]
-    if (first := one_set(found)) is not None:
-        return first
-    if found:
-        shown = ", ".join(map(quoted, found[:4]))
-        raise CheckpointError(f"{folder} holds {len(found)} checkpoints: {shown}", "name the file that is meant")
+    found = [n for n in names if (n.lower().endswith(suffixes) and n[0] != ".") or n == "pytorch_model.bin"]
+    models = first_parts(found)
+    if len(models) == 1:
+        return next(iter(models))
+    if models:
+        shown = [
+            quoted(name) + (f" and {parts - 1} more parts of it" if parts > 1 else "") for name, parts in models.items()
+        ]
+        more = " ..." if len(shown) > _SHOWN else ""
+        is_shards = all(_SHARD.search(name) for name in found)
+        raise CheckpointError(
+            f"{folder} holds {len(models)} checkpoints: {', '.join(shown[:_SHOWN])}{more}",
+            "shards need their model.safetensors.index.json beside them"
+            if is_shards
+            else "name the file that is meant",
+        )
     listed = ", ".join(map(quoted, names[:6])) + (" ..." if len(names) > 6 else "")
-    raise CheckpointError(f"{folder} holds no checkpoint; found {listed or 'nothing: it is empty'}", _EXPECTED)
+    is_hub_cache = {"blobs", "snapshots"} <= set(names)
+    raise CheckpointError(
+        f"{folder} holds no checkpoint; found {listed or 'nothing: it is empty'}",
+        "a model in the cache of the Hugging Face Hub lies in a folder below snapshots/" if is_hub_cache else _EXPECTED,
+    )
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -262,39 +277,24 @@ def _open_file(path: Path, config: Mapping[str, Any] | None, config_files: Seque
     stamp = FileStamp.of(path)
     try:
         with path.open("rb") as file:
-            head = file.read(512)
+            head = file.read(HEAD_BYTES)
     except OSError as err:
         raise CheckpointError(f"{path} cannot be read: {err.strerror}") from None
     # Asked first: the length that a safetensors file starts with may spell the first letter of anything else.
     looks_gguf = head[:4] == b"GGUF"
     looks_safetensors = not looks_gguf and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
     if not looks_safetensors:
-        _refuse_known_strangers(path, head)
-    if looks_safetensors or path.suffix == ".safetensors":
+        refuse_strangers(path, head)
+    if looks_safetensors or path.suffix.lower() == ".safetensors":
         from kittiwake.checkpoints.safetensors import open_single
 
         return open_single(stamp, config, config_files)
-    if head[:1] == b"\x80" or path.suffix in _PICKLE_SUFFIXES or head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+    if head[:1] == b"\x80" or path.suffix.lower() in _PICKLE_SUFFIXES or head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         from kittiwake.checkpoints.pth import open_pth
 
         return open_pth(stamp, config, config_files)
-    if looks_gguf or path.suffix == ".gguf":
+    if looks_gguf or path.suffix.lower() == ".gguf":
         from kittiwake.checkpoints.gguf import open_gguf
 
         return open_gguf(stamp)
     raise CheckpointError(f"{path} is of an unknown kind: it starts with {quoted(head[:16])}", _EXPECTED)
-
-
-def _refuse_known_strangers(path: Path, head: bytes) -> None:
-    """Raise for content that people do hand over by mistake, saying what it is."""
-    if not head:
-        raise CheckpointError(f"{path} is empty (0 bytes)", "the download failed: get it again")
-    if head.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself", "run: git lfs pull")
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        raise CheckpointError(
-            f"{path} is a web page, not a checkpoint", "download the file itself, not the page about it"
-        )
-    if text.startswith((b"{", b"[")):
-        raise CheckpointError(f"{path} is a JSON text, not tensors", "give the folder that it belongs to")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kittiwake.checkpoints.files import FileStamp, is_plain_name, quoted
+from kittiwake.checkpoints.files import HEAD_BYTES, FileStamp, is_plain_name, quoted, refuse_strangers
 from kittiwake.checkpoints.reader import MAX_HEADER_BYTES, FilePlace, FileSource, TensorInfo
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import CheckpointError
@@ -64,8 +64,11 @@ def read_header(stamp: FileStamp) -> list[Entry]:
     path = stamp.path
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            head = file.read(HEAD_BYTES)
+            length = int.from_bytes(head[:8], "little")
+            file.seek(8)
             if stamp.size < 8 or length > stamp.size - 8:
+                refuse_strangers(path, head)
                 raise CheckpointError(f"{path} is cut short: {stamp.size:,} bytes cannot hold its header", _AGAIN)
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(

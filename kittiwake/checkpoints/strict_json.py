@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kittiwake.checkpoints.files import LFS_POINTER
 from kittiwake.errors import CheckpointError, InputFileError
 
 MAX_INT_DIGITS = 20
@@ -37,6 +38,8 @@ def load_json_strict(
         raise error(
             f"{what} is larger than the {max_bytes:,} bytes allowed", "it is damaged, or not what its name says"
         )
+    if data.startswith(LFS_POINTER):
+        raise error(f"{what} is a Git LFS pointer, not the file itself", "run: git lfs pull")
     try:
         text = data.decode("utf-8")
         value = json.loads(

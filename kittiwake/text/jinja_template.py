@@ -69,16 +69,18 @@ class JinjaTemplate:
         self._lock = threading.Lock()
         self._environment = _Sandbox()
         if len(text) > MAX_TEMPLATE_CHARS:
-            raise TokenizerError(f"{name} has {len(text)} characters, at most {MAX_TEMPLATE_CHARS} are read")
+            raise TokenizerError(
+                f"the chat template {name} has {len(text)} characters, at most {MAX_TEMPLATE_CHARS} are read"
+            )
         try:
             parsed = self._environment.parse(text)
             self._variables = meta.find_undeclared_variables(parsed)
             self._end_token = _constant(parsed, "eos_token") or self._tokens.get("eos_token")
             self._template = self._environment.from_string(_with_budget(parsed))
         except TemplateSyntaxError as error:
-            raise TokenizerError(f"{name}, line {error.lineno}: {error.message}") from None
+            raise TokenizerError(f"the chat template {name}, line {error.lineno}: {error.message}") from None
         except (TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
-            raise TokenizerError(f"{name} cannot be compiled: {error}") from None
+            raise TokenizerError(f"the chat template {name} cannot be compiled: {error}") from None
         self._refuse_options = {"messages", "add_generation_prompt", *self._environment.globals, *self._tokens}
 
     def takes(self, option: str) -> bool:

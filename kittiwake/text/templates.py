@@ -40,7 +40,7 @@ def choose_template(
         return chosen
     if bundled is not None:
         file = model / TEMPLATE_FILE
-        name = str(file) if file.is_file() else f"that in {model}"
+        name = str(file) if file.is_file() else f"in {model}"
         return _jinja(bundled, name, {}, tokenizer)
     beside = _beside(model, tokenizer)
     if beside is not None:

@@ -167,9 +167,12 @@ def _read(path: Path) -> bytes:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_FILE_BYTES:
             raise TokenizerError(f"{path} has {size_bytes} bytes, at most {MAX_FILE_BYTES} are read")
-        return path.read_bytes()
+        raw = path.read_bytes()
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
+    if raw.startswith(b"version https://git-lfs"):
+        raise TokenizerError(f"{path} is a Git LFS pointer, not the file itself", "run: git lfs pull")
+    return raw
 
 
 def _check_world_copy(raw: bytes, path: Path) -> None:

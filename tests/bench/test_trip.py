@@ -7,9 +7,12 @@ import pytest
 
 from kittiwake.bench.cases import InexactError, random_ids
 from kittiwake.bench.floors import Ceilings
+from kittiwake.bench.subject import Subject
 from kittiwake.bench.trip import Trip, measure_depths, measure_trip, parse_depths
 from kittiwake.config import EngineConfig
-from kittiwake.errors import UsageError
+from kittiwake.engine.states import PartKind, StatePart, StateSpec
+from kittiwake.errors import KittiwakeError, PagesError, UsageError
+from kittiwake.llm import LLM
 from kittiwake.load import Loaded
 from tests.engine.pieces import PieceTokenizer
 
@@ -116,3 +119,61 @@ def test_a_text_at_a_depth_is_the_one_that_was_read_up_to_it() -> None:
         value = (value * 3 + token) % 1009
         expected[position] = value
     assert expected[7] in sums[7] and expected[12] in sums[12]  # after the prompts at 4 and 9
+
+
+def _growing(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> SumModel:
+    """A model with pages of 8 tokens, 32 bytes each, and so much memory; its forward fills none of them."""
+    model = SumModel()
+    model.state_spec = StateSpec(
+        1, (StatePart("sum", (1,)), StatePart("keys", (1,), kind=PartKind.GROWING)), page_tokens=8
+    )
+    forward = model.forward
+
+    def reserving(batch: Any, states: Any) -> Any:
+        states.reserve(batch.slots, batch.starts[1:] - batch.starts[:-1])
+        return forward(batch, states)
+
+    model.forward = reserving  # type: ignore[method-assign]
+    for module in ("engine.states", "bench.trip", "bench.cases", "bench.subject"):
+        monkeypatch.setattr(f"kittiwake.{module}.available_memory", lambda: free_bytes)
+    return model
+
+
+def test_depths_that_the_pages_do_not_hold_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _growing(monkeypatch, 100_000)  # half of it: 1,562 pages
+    with pytest.raises(PagesError, match=r"2 requests at a depth of 6,400 tokens .* holds 12,496 in all"):
+        measure_depths(_loaded(model), Trip(3, 2, requests=2), [0, 6400], EngineConfig(threads=1), 1, repeat=1)
+    assert max(rows for _, rows in model.calls) <= 6
+    with pytest.raises(KittiwakeError, match=r"1 request at a depth of 1,200 tokens need .* 100,000 are free"):
+        measure_depths(_loaded(model), Trip(3, 2), [1200, 0], EngineConfig(threads=1), 1, repeat=1)
+
+
+def test_depths_that_just_fit_are_measured_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages that the last timed step needs are there, whatever kept states leave free by then."""
+    model = _growing(monkeypatch, 100_000)
+    asked: list[int] = []
+    made = LLM.from_loaded.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: Any, loaded: Any, config: EngineConfig) -> Any:
+        asked.append(config.growing_bytes)
+        return made(cls, loaded, config)
+
+    monkeypatch.setattr(LLM, "from_loaded", classmethod(noted))
+    pairs = measure_depths(_loaded(model), Trip(3, 2, requests=2), [40, 0], EngineConfig(threads=1), 1, repeat=1)
+    assert [decode.batch for _, decode in pairs] == [2, 2]
+    assert asked == [2 * 31 * 32]  # 40 + 3 + 201 steps of a bare forward: 31 pages a request
+
+
+def test_a_text_longer_than_memory_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SumModel()
+    with pytest.raises(KittiwakeError, match=r"1 request at a depth of 999,999,999,999 tokens need .* are free"):
+        measure_depths(_loaded(model), Trip(3, 2), [0, 999_999_999_999], EngineConfig(threads=1), 1, repeat=1)
+    with pytest.raises(KittiwakeError, match=r"random tokens take .* are free .*fewer tokens at once"):
+        random_ids(16, 999_999, 99_999_999, 1)
+
+
+def test_more_states_than_memory_holds_are_refused() -> None:
+    with pytest.raises(
+        KittiwakeError, match=r"1,000,000,000,000,000 states of 4 bytes are more than .*fewer sequences"
+    ):
+        Subject(SumModel(), 10**15)  # type: ignore[arg-type]

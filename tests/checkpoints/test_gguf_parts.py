@@ -156,6 +156,16 @@ def test_parts_behind_links_are_found_beside_the_links(tmp_path: Path) -> None:
     assert torch.equal(source.read("t4"), torch.from_numpy(ARRAYS["t4"]))
 
 
+def test_parts_may_be_named_in_capitals(tmp_path: Path) -> None:
+    parts = [path.rename(path.with_name(path.name.upper())) for path in write(tmp_path)]
+    for given in (tmp_path, parts[2]):
+        with open_checkpoint(given) as source:
+            assert source.path == parts[0] and {info.name for info in source.infos()} == ARRAYS.keys()
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"of which 1 is missing beside it: 'M-00002-OF-00003\.GGUF'"):
+        open_checkpoint(tmp_path)
+
+
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     parts = write(tmp_path, most=1)
     for path in (parts[1], parts[3]):
@@ -180,10 +190,17 @@ def test_many_missing_parts_are_counted(tmp_path: Path) -> None:
 def test_a_folder_with_more_than_the_parts_of_one_is_not_guessed_at(tmp_path: Path) -> None:
     parts = write(tmp_path)
     shutil.copy(parts[0], tmp_path / "mmproj.gguf")
-    with pytest.raises(CheckpointError, match=r"holds 4 checkpoints: .*name the file"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds 2 checkpoints: 'm-00001-of-00003\.gguf' and 2 more parts of it, 'mmproj\.gguf' .*name the file",
+    ):
         open_checkpoint(tmp_path)
-    (tmp_path / "mmproj.gguf").rename(tmp_path / "n-00001-of-00003.gguf")
-    with pytest.raises(CheckpointError, match="holds 4 checkpoints"):
+    for path in parts:
+        shutil.copy(path, tmp_path / path.name.replace("m-", "n-"))
+    (tmp_path / "mmproj.gguf").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"holds 2 checkpoints: 'm-0.* parts of it, 'n-00001-of-00003\.gguf' and 2 m"
+    ):
         open_checkpoint(tmp_path)
     assert open_checkpoint(parts[1]).path == parts[0]
 
@@ -197,6 +214,7 @@ def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
             open_checkpoint(found)
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 A = {"split.no": 0, "split.count": 2, "split.tensors.count": 2}
 B = {**A, "split.no": 1}
 Change = Callable[[Path, Path], object]
@@ -227,6 +245,8 @@ MISFITS: dict[str, tuple[Change, str]] = {
         r"-00002.*: general\.name is 'other', m-00001-of-00002\.gguf says 'mine'",
     ),
     "a part that is no GGUF": (lambda a, b: b.write_bytes(b"x" * 99), r"-00002.* is no GGUF file"),
+    "a part that is empty": (lambda a, b: b.write_bytes(b""), r"-00002.* is empty \(0 bytes\)"),
+    "a part that is a pointer": (lambda a, b: b.write_bytes(LFS), r"-00002.* is a Git LFS pointer, .*git lfs pull"),
     "a part that is cut": (lambda a, b: b.write_bytes(b.read_bytes()[:-1]), r"-00002.* is cut short"),
     "a part that is a folder": (lambda a, b: (b.unlink(), b.mkdir()), r"-00002.* is not a regular file"),
 }  # fmt: skip

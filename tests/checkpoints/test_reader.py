@@ -136,6 +136,61 @@ def test_what_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> None:
     assert str(path) in caught.value.message and caught.value.hint
 
 
+@pytest.mark.parametrize("kind", ["empty", "lfs", "html"])
+def test_a_shard_that_is_none_is_named_for_what_it_is(kind: str, tmp_path: Path) -> None:
+    """As after a clone without Git LFS, or a download that fetched a page."""
+    content, message = STRANGERS[kind]
+    save_sharded(tmp_path, make_tensors())
+    shard = max(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert str(shard) in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_pointer_in_place_of_a_json_file_is_named(name: str, tmp_path: Path) -> None:
+    save_sharded(tmp_path, make_tensors())
+    (tmp_path / name).write_bytes(STRANGERS["lfs"][0])
+    with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
+        open_checkpoint(tmp_path)
+
+
+def test_shards_without_their_index_ask_for_it(tmp_path: Path) -> None:
+    save_sharded(tmp_path, make_tensors())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoints: .*shards need their model\.safetensors\.index\.json"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["MODEL.SAFETENSORS", "Model.Pth"])
+def test_a_folder_knows_suffixes_in_capitals(name: str, tmp_path: Path) -> None:
+    if name.endswith("S"):
+        save_file(make_tensors(), tmp_path / name)
+    else:
+        torch.save(make_tensors(), tmp_path / name)
+    with open_checkpoint(tmp_path) as source:
+        assert source.path == tmp_path / name
+
+
+def test_the_folder_of_a_hub_cache_tells_where_its_model_lies(tmp_path: Path) -> None:
+    """Files there are links to blobs that are called by their digests."""
+    for name in ("blobs", "refs", "snapshots"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"holds no checkpoint; found 'blobs', .* lies in a folder below snapshots/"
+    ):
+        open_checkpoint(tmp_path)
+    folder = tmp_path / "snapshots" / "main"
+    folder.mkdir()
+    save_sharded(folder, make_tensors())
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(tmp_path / "blobs" / f"{number}")
+        path.symlink_to(f"../../blobs/{number}")
+    with open_checkpoint(folder) as source:
+        assert_same(source.read("emb.weight"), make_tensors()["emb.weight"])
+
+
 def test_a_path_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gone\.pth does not exist"):
         open_checkpoint(tmp_path / "gone.pth")

@@ -202,7 +202,7 @@ def test_a_template_names_the_tokens_of_the_file(keys: Keys) -> None:
     assert found is not None and found.endswith(text)
     tokenizer = read(keys)
     template = choose_template(None, tokenizer, model=Path("m.gguf"), bundled=found)
-    assert template is not None and template.name == "that in m.gguf"
+    assert template is not None and template.name == "in m.gguf"
     rendered = template.render(read_messages([{"role": "user", "content": "hi <|im_end|>"}]))
     assert rendered.text == "\n<|im_end|>hi <|im_end|><|endoftext|>"
     assert [part.text for part in rendered.segments if part.is_control] == ["<|im_end|>", "<|endoftext|>"]

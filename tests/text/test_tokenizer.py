@@ -187,3 +187,10 @@ def test_importing_the_text_room_loads_no_tokenizer_package() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_a_pointer_in_place_of_a_tokenizer_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is a Git LFS pointer.*git lfs pull"):
+        load_tokenizer(path)

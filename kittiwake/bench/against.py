@@ -18,7 +18,7 @@ from kittiwake.bench.peers.flags import OwnFlags
 from kittiwake.bench.peers.registry import PEERS, flags_of
 from kittiwake.bench.subject import Subject
 from kittiwake.bench.timing import Effort, Figures, PeerFigures, Timed, interleaved_ms, median_ms, timed
-from kittiwake.families.contract import Progress
+from kittiwake.progress import Progress
 
 PEER_EFFORT = Effort(least=4, most=100, budget_s=2.0)
 _MOST_DIFFERENCE = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.1}

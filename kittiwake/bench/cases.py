@@ -20,7 +20,7 @@ from kittiwake.device import available_memory
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import SavedState
 from kittiwake.errors import KittiwakeError, UsageError
-from kittiwake.families.contract import Progress
+from kittiwake.progress import Progress
 
 CPU_CASES = "1x1,8x1,1x128,1x512"
 CARD_CASES = "1x1,1x8,1x32,1x64,1x128,1x1024,1x4096,2x1,8x1,32x1,128x1,320x1,8x8,16x16"

@@ -31,9 +31,9 @@ from kittiwake.bench.shapes import SHAPES, Rwkv7Shape, rwkv7_recipes
 from kittiwake.checkpoints.reader import FilePlace, TensorInfo
 from kittiwake.config import EngineConfig
 from kittiwake.errors import CheckpointError, UsageError
-from kittiwake.families.contract import Progress
 from kittiwake.families.registry import family_named
 from kittiwake.load import Loaded, choose_device, load_source
+from kittiwake.progress import Progress
 
 STORED = torch.bfloat16
 """How random weights are stored, as published ones are: float16 and float32 hold the same values."""

@@ -21,9 +21,9 @@ from kittiwake.engine.request import KeptState, SamplingParams
 from kittiwake.engine.scoring import Given, prefill_steps
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import KittiwakeError, PagesError, UsageError
-from kittiwake.families.contract import Progress
 from kittiwake.llm import LLM
 from kittiwake.load import Loaded
+from kittiwake.progress import Progress
 
 _TOKEN_BYTES = 48
 """What a token takes in a text and in each state kept after it: a number, and where it is."""

@@ -17,7 +17,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import KittiwakeError, UsageError
-from kittiwake.progress import Progress as Progress
+from kittiwake.progress import Progress
 
 
 @dataclass(frozen=True)

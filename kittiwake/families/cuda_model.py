@@ -18,7 +18,7 @@ from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
-from kittiwake.families.contract import ModelConfig, Progress
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_rows import (
     DECODE_BUCKETS,
     Piece,
@@ -35,6 +35,7 @@ from kittiwake.families.rwkv_names import Shapes, listed
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
+from kittiwake.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MOST_ROWS = 8192

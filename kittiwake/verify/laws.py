@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from kittiwake.config import EngineConfig
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import SamplingParams
-from kittiwake.families.contract import Progress
 from kittiwake.load import Loaded
+from kittiwake.progress import Progress
 from kittiwake.verify import cache_laws, long_laws, value_laws
 from kittiwake.verify.trace import Table, Trace, fingerprint
 

@@ -24,7 +24,7 @@ from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import CheckpointError, DeviceError, ModelError
-from kittiwake.families.contract import ModelConfig, Progress, SequencesError
+from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.cuda_model import DTYPES, check_weights
 from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket
 from kittiwake.families.qwen4exp.cuda_blocks import Launch, attention_shape
@@ -44,6 +44,7 @@ from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.block_attention.triton import AttentionRows, make_rooms
 from kittiwake.ops.block_attention.triton import workspace_bytes as attention_bytes
 from kittiwake.ops.hyper_mix.triton import mean_streams
+from kittiwake.progress import Progress
 
 MOST_WANTED = 512
 """Rows of logits made in one launch."""

@@ -12,7 +12,7 @@ from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.checkpoints.row_table import RowTable, unpacked_table
 from kittiwake.engine.states import MOST_TOKENS
 from kittiwake.errors import BundleError, CheckpointError, ModelError
-from kittiwake.families.contract import Model, ModelConfig, Progress
+from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.qwen4exp import config as hf_config
 from kittiwake.families.qwen4exp import gguf_names, names
 from kittiwake.families.qwen4exp.geometry import FAMILY, Geometry, Ngram
@@ -20,6 +20,7 @@ from kittiwake.families.qwen4exp.places import Place
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.families.rwkv_family import SIZES
 from kittiwake.families.rwkv_names import check_tensor, listed
+from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda

@@ -17,7 +17,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import CheckpointError, DeviceError, ModelError
-from kittiwake.families.contract import ModelConfig, Progress, SequencesError
+from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.qwen4exp.blocks import (
     Attention,
     Block,
@@ -44,6 +44,7 @@ from kittiwake.ops.block_attention import RotaryRows
 from kittiwake.ops.hyper_mix.cpu import combine_and_norm, combine_streams, norm_streams, open_streams
 from kittiwake.ops.matmul.cpu import activate_columns
 from kittiwake.ops.shift_mix.cpu import PARALLEL_VALUES
+from kittiwake.progress import Progress
 
 _NOTHING = np.zeros((0, 1), dtype=np.float32)
 _PLANNED_ROWS = (1, 512, 4096)

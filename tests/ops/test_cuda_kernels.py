@@ -73,7 +73,7 @@ def built(kernel: Any, capability: int, types: Mapping[str, str], fixed: Mapping
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name == "C" or name.endswith("stride")
+        if kind.startswith("*") or (kind != "constexpr" and (name == "C" or name.endswith("stride")))
     }
     constants = {(names.index(name),): value for name, value in fixed.items()}
     source = ASTSource(kernel, signature, constants, aligned)

@@ -17,7 +17,7 @@ from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.prefix import Found, PrefixCache
 from kittiwake.engine.states import SavedState, StateTable
-from kittiwake.families.qwen4exp import blocks, model, ngram_reader
+from kittiwake.families.qwen4exp import blocks, ngram, ngram_reader
 from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket
 from kittiwake.load import Loaded, load_model
 from kittiwake.ops.block_attention import AttentionShape
@@ -213,14 +213,14 @@ def test_a_cache_that_finds_nothing_proves_nothing(loaded: Loaded, monkeypatch: 
 
 
 def test_a_history_that_stops_one_token_short_is_found(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    follow = model.next_history
+    follow = ngram.next_history
 
     def short(*arguments: Any) -> np.ndarray:
         after = follow(*arguments)
         after[:, -1] = -1
         return after
 
-    monkeypatch.setattr(model, "next_history", short)
+    monkeypatch.setattr(ngram, "next_history", short)
     assert broken(loaded, "ends inside n-grams") == {"ends inside n-grams"}
 
 
@@ -228,13 +228,13 @@ def test_an_end_that_does_not_cut_what_a_chunk_before_carried_is_found(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The carried ids lose their ends: n-grams then reach over an end, but only over the border of a chunk."""
-    follow, end = model.next_history, loaded.model.config.ngram_end
+    follow, end = ngram.next_history, loaded.model.config.ngram_end
 
     def endless(*arguments: Any) -> np.ndarray:
         after = follow(*arguments)
         return np.where(after == end, end + 1, after)
 
-    monkeypatch.setattr(model, "next_history", endless)
+    monkeypatch.setattr(ngram, "next_history", endless)
     assert broken(loaded, "ends inside n-grams") == {"ends inside n-grams"}
 
 

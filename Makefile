@@ -45,7 +45,7 @@ bench: $(VENV)/.installed
 	@$(BIN)/kittiwake bench $(MODEL)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # All three run, so that one report shows everything there is to mend.
 check: $(VENV)/.installed-dev

@@ -17,12 +17,14 @@ from kittiwake.engine.batch import Batch
 from kittiwake.engine.request import SamplingParams
 from kittiwake.engine.scoring import Given, score_steps
 from kittiwake.errors import OutputError
+from kittiwake.llm import LLM
 from kittiwake.server import messages as wire
 from kittiwake.server import remote_engine
 from kittiwake.server.engine_client import AnswerEnd, AnswerEvent, EngineError, Submission
 from kittiwake.server.engine_host import Caller
 from kittiwake.server.remote_engine import RemoteEngine, RemoteStream
 from kittiwake.server.transport import private_folder, socket_address
+from tests.models import tiny_llm
 
 from .running import RunningEngine, client_of, run, running_engine, until
 
@@ -49,9 +51,14 @@ def engine(folder: Path) -> Iterator[RunningEngine]:
         yield found
 
 
+def script() -> LLM:
+    """The same model in an engine of its own: the loop collects whatever there is in the one that it runs."""
+    return tiny_llm(slots=4)
+
+
 def test_an_answer_is_that_of_the_engine_itself(engine: RunningEngine, folder: Path) -> None:
     params = SamplingParams(max_tokens=30, seed=5, logprobs=True, top_logprobs=3)
-    expected = engine.llm.generate("hello", params)[0]
+    expected = script().generate("hello", params)[0]
 
     async def work() -> None:
         async with client_of(folder) as client:
@@ -87,7 +94,7 @@ def test_samples_come_in_one_stream_and_each_ends_once(engine: RunningEngine, fo
             events = await _all(await client.submit(_ask("abc", params)))
         ends = [event.index for event in events if event.end is not None]
         assert sorted(ends) == [0, 1, 2]
-        for index, sample in enumerate(engine.llm.generate("abc", params)[0].choices):
+        for index, sample in enumerate(script().generate("abc", params)[0].choices):
             tokens = tuple(token for event in events if event.index == index for token in event.token_ids)
             assert tokens == sample.token_ids
 
@@ -280,7 +287,7 @@ def test_named_states_are_made_kept_forked_saved_and_loaded(
     engine: RunningEngine, folder: Path, tmp_path: Path
 ) -> None:
     params = SamplingParams(max_tokens=10, seed=4)
-    expected = engine.llm.generate("Once upon a time", params)[0].token_ids
+    expected = script().generate("Once upon a time", params)[0].token_ids
 
     async def work() -> None:
         async with client_of(folder) as client:

@@ -109,32 +109,10 @@ def test_it_agrees_with_the_reference(case: AttentionCase) -> None:
 
 @cases
 def test_it_agrees_with_the_equations_in_float64(case: AttentionCase) -> None:
-    inputs, shape, packed = case.make(1), case.shape, case.packed
+    inputs = case.make(1)
     found, _ = run_whole(case, inputs)
-
-    def part(column: int, *sizes: int) -> np.ndarray:
-        values = inputs.proj[: packed.rows, column : column + int(np.prod(sizes))]
-        return values.reshape(packed.rows, *sizes).astype(np.float64)
-
-    columns, norms = inputs.columns, inputs.norms
-    parts = (
-        part(columns.q_gate, shape.heads, 2 * shape.head_dim),
-        part(columns.k, shape.kv_heads, shape.head_dim),
-        part(columns.v, shape.kv_heads, shape.head_dim),
-        part(columns.index_q, shape.index_heads, shape.index_dim),
-        part(columns.index_k, shape.index_dim),
-    )
-    weights = tuple(vector.astype(np.float64) for vector in (norms.q, norms.k, norms.index_q, norms.index_k))
-    for first, length in zip(packed.starts, packed.lengths, strict=False):
-        expected = block_attention_float64.block_attention(
-            *(values[first : first + length] for values in parts),
-            weights,  # type: ignore[arg-type]
-            inputs.inv_freq,
-            1e-6,
-            shape.ratio,
-            shape.budget,
-        )
-        assert relative_error(found[first : first + length], expected.reshape(length, -1)) < 1e-6
+    for rows, expected in block_attention_float64.sequences(case, inputs):
+        assert relative_error(found[rows], expected) < 1e-6
 
 
 @cases

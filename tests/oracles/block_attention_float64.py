@@ -5,7 +5,11 @@ Written from transformers' qwen4_exp (``Qwen4ExpTextAttention``, ``Qwen4ExpTextQ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+
+from kittiwake.ops.block_attention.cases import AttentionCase, AttentionInputs
 
 Vector = np.ndarray
 
@@ -60,3 +64,33 @@ def block_attention(
     mixed = np.einsum("hts,shd->thd", weights, np.repeat(v, group, axis=1))
     gated: Vector = mixed / (1 + np.exp(-q_gate[..., dim:]))
     return gated
+
+
+def sequences(case: AttentionCase, inputs: AttentionInputs) -> Iterator[tuple[slice, Vector]]:
+    """The rows of each sequence of a case, and their outputs [T, H D]."""
+    shape, packed = case.shape, case.packed
+
+    def part(column: int, *sizes: int) -> Vector:
+        values = inputs.proj[: packed.rows, column : column + int(np.prod(sizes))]
+        return values.reshape(packed.rows, *sizes).astype(np.float64)
+
+    columns, norms = inputs.columns, inputs.norms
+    parts = (
+        part(columns.q_gate, shape.heads, 2 * shape.head_dim),
+        part(columns.k, shape.kv_heads, shape.head_dim),
+        part(columns.v, shape.kv_heads, shape.head_dim),
+        part(columns.index_q, shape.index_heads, shape.index_dim),
+        part(columns.index_k, shape.index_dim),
+    )
+    weights = tuple(vector.astype(np.float64) for vector in (norms.q, norms.k, norms.index_q, norms.index_k))
+    for first, length in zip(packed.starts, packed.lengths, strict=False):
+        rows = slice(first, first + length)
+        expected = block_attention(
+            *(values[rows] for values in parts),
+            weights,  # type: ignore[arg-type]
+            inputs.inv_freq,
+            1e-6,
+            shape.ratio,
+            shape.budget,
+        )
+        yield rows, expected.reshape(length, -1)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import triton
 
-from kittiwake.errors import DeviceError, ModelError
-from kittiwake.layers.experts import PARTS
+from kittiwake.errors import DeviceError
+from kittiwake.layers.experts import ExpertWeights
 from kittiwake.ops.experts.triton import (
     Grouped,
     Tiling,
@@ -126,7 +126,7 @@ class _Shape:
         }
 
 
-class CudaExpertGroup:
+class CudaExpertGroup(ExpertWeights):
     """E experts of C channels and ff hidden ones, k for each row; see :mod:`kittiwake.ops.experts`."""
 
     def __init__(
@@ -141,49 +141,16 @@ class CudaExpertGroup:
         device: torch.device,
     ) -> None:
         """Raises ModelError when a row would want more experts than there are."""
-        if not 1 <= top_k <= experts:
-            raise ModelError(f"{top_k} experts a row were asked for, expected 1 to {experts}, the number there is")
-        self._prefix, self._is_renormalised, self._device = prefix, is_renormalised, device
+        super().__init__(prefix, experts, top_k)
+        self._is_renormalised, self._device = is_renormalised, device
         self.shape = _Shape(experts, width, ff, top_k, element)
         # rows padded to whole groups of bytes; what pads them is never read
         self._gate_up = torch.zeros((experts, 2 * ff, _padded(width)), dtype=element, device=device)
         self._down = torch.zeros((experts, width, _padded(ff)), dtype=element, device=device)
-        self._missing = {"gate", "up", "down"}
         self.picks = ExpertPicks(tilings(width, ff, element))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts."""
-        return self._gate_up.nbytes + self._down.nbytes
-
-    @property
-    def active_nbytes(self) -> int:
-        """Bytes that one row reads."""
-        return self.nbytes * self.shape.top_k // self.shape.experts
-
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the weights of all experts, [E, outputs, inputs] as stored, to their place, rounded, an expert at a time.
-
-        ``name`` is the prefix and one of PARTS. Raises ModelError for another name or shape.
-        """
-        part = name.removeprefix(self._prefix)
-        if not name.startswith(self._prefix) or part not in PARTS:
-            raise ModelError(f"{name} is not a weight of these experts, expected {self._prefix} and one of {PARTS}")
-        ff, width = self.shape.ff, self.shape.width
-        into = self._down[:, :, :ff] if part == "down" else self._gate_up[:, :, :width]
-        if part in ("gate", "up"):
-            into = into[:, :ff] if part == "gate" else into[:, ff:]
-        if tensor.shape != into.shape:
-            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(into.shape)}")
-        for kept, stored in zip(into, tensor, strict=True):
-            kept.copy_(stored)
-        self._missing -= {"gate", "up"} if part == "gate_up" else {part}
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a weight was never loaded."""
-        if self._missing:
-            missing = ", ".join(f"{self._prefix}{part}" for part in sorted(self._missing))
-            raise ModelError(f"weights of experts missing: {missing}")
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gate_up[:, :, : self.shape.width], self._down[:, :, : self.shape.ff]
 
     def workspace_bytes(self, rows: int) -> int:
         """Bytes of :meth:`make_rooms`, of which a forward of so many rows needs one for all layers of this shape."""

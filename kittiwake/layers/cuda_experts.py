@@ -6,7 +6,7 @@ give the bits of the narrow one on this card (:func:`prove_experts`), or the nar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -27,8 +27,8 @@ from kittiwake.ops.experts.triton import (
     sum_pairs,
 )
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.progress import Progress
 
-Tell = Callable[[str, int, int], None]
 ROWS_AT_ONCE = 4096
 """Rows whose pairs are kept at a time: what is kept for them is the same for prompts of any length."""
 DIRECT_ROWS = 4
@@ -266,7 +266,7 @@ def _told(tiling: Tiling) -> str:
 # -- proof
 
 
-def prove_experts(groups: Sequence[CudaExpertGroup], tell: Tell | None = None) -> None:
+def prove_experts(groups: Sequence[CudaExpertGroup], progress: Progress | None = None) -> None:
     """Set the picks of every group: its tilings, with those replaced that give other bits than the narrow one.
 
     Groups of one shape are served alike. Raises what a launch raises when this card cannot run the narrow tiling.
@@ -278,8 +278,8 @@ def prove_experts(groups: Sequence[CudaExpertGroup], tell: Tell | None = None) -
         picks = _proved(same[0])
         for group in same:
             group.picks = picks
-        if tell is not None:
-            tell("proving experts", done + 1, len(by_shape))
+        if progress is not None:
+            progress("proving experts", done + 1, len(by_shape))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from kittiwake.errors import DeviceError
+from kittiwake.layers.cuda_linear import CANNOT_RUN, padded_depth
 from kittiwake.layers.experts import ExpertWeights
 from kittiwake.ops.experts.triton import (
     Grouped,
@@ -33,8 +34,6 @@ ROWS_AT_ONCE = 4096
 """Rows whose pairs are kept at a time: what is kept for them is the same for prompts of any length."""
 DIRECT_ROWS = 4
 """Up to so many rows, few pairs share an expert: bringing them together would cost more than it saves."""
-DEPTH_PADDING = 16
-"""Rows of weights begin at multiples of so many elements."""
 PAIR_LIMITS = (8, 24, 96, 1 << 30)
 """A tiling serves up to so many pairs an expert, on average."""
 NARROW_BM = 16
@@ -51,8 +50,6 @@ _FLOAT32_TILINGS = (
     ((32, 32, 32, 4, 3), (32, 64, 32, 4, 3)),
 )
 _PROOF_ROWS = 256
-_CANNOT_RUN = (RuntimeError, DeviceError, triton.runtime.errors.OutOfResources)
-"""What a launch raises that asks for more than this card has, of shared memory say."""
 
 
 def tilings(width: int, ff: int, element: torch.dtype) -> tuple[Tiling, ...]:
@@ -145,8 +142,8 @@ class CudaExpertGroup(ExpertWeights):
         self._is_renormalised, self._device = is_renormalised, device
         self.shape = _Shape(experts, width, ff, top_k, element)
         # rows padded to whole groups of bytes; what pads them is never read
-        self._gate_up = torch.zeros((experts, 2 * ff, _padded(width)), dtype=element, device=device)
-        self._down = torch.zeros((experts, width, _padded(ff)), dtype=element, device=device)
+        self._gate_up = torch.zeros((experts, 2 * ff, padded_depth(width)), dtype=element, device=device)
+        self._down = torch.zeros((experts, width, padded_depth(ff)), dtype=element, device=device)
         self.picks = ExpertPicks(tilings(width, ff, element))
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,10 +251,6 @@ class CudaExpertGroup(ExpertWeights):
         return document | {"replaced": list(self.picks.replaced)}
 
 
-def _padded(depth: int) -> int:
-    return -(-depth // DEPTH_PADDING) * DEPTH_PADDING
-
-
 def _told(tiling: Tiling) -> str:
     """In a few characters."""
     return " ".join("x".join(map(str, astuple(config))) for config in (tiling.gate_up, tiling.down))
@@ -314,7 +307,7 @@ class _Trial:
             return torch.equal(self.run(tiling), expected) and torch.equal(
                 self.run(tiling, few), expected[few.start * pairs : few.stop * pairs]
             )
-        except _CANNOT_RUN:
+        except CANNOT_RUN:
             return False
 
 

@@ -21,8 +21,8 @@ import torch
 import triton
 
 from kittiwake.device import cache_dir, usable_cores
-from kittiwake.errors import DeviceError
 from kittiwake.layers.cuda_linear import (
+    CANNOT_RUN,
     ROW_LIMITS,
     Choice,
     CudaGroup,
@@ -47,8 +47,6 @@ _PROVED_AT = {
 }
 _PROVED_ABOVE = (513, 1000)
 _MOST_ROWS = 1000
-_CANNOT_RUN = (RuntimeError, DeviceError, triton.runtime.errors.OutOfResources)
-"""What a launch raises that asks for more than this card has, of shared memory say."""
 _TIMED_ROWS = {1 << 30: 1024}
 _NARROW = {
     1: ((16, 8, 256, 3), (32, 8, 256, 4), (8, 8, 256, 4), (8, 8, 256, 6), (16, 8, 128, 6), (64, 16, 128, 4), (32, 8, 128, 3)),
@@ -135,7 +133,7 @@ def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: tor
     try:
         group.run(choice, given[..., :rows, :], out, overlap=False)
         return bool(torch.equal(out, expected[:rows]))
-    except _CANNOT_RUN:
+    except CANNOT_RUN:
         return False
 
 
@@ -155,7 +153,7 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
         for choice in candidates:
             try:
                 timed.append((_time_us(some, choice, given, out), str(choice), choice))
-            except _CANNOT_RUN:
+            except CANNOT_RUN:
                 continue
         choices.append(min(timed)[2])
     return Picks(tuple(choices), "measured on this card")
@@ -165,7 +163,7 @@ def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor
     """Compile what is not compiled yet, side by side: nearly all of the time a new card takes."""
 
     def try_once(choice: Choice) -> None:
-        with torch.cuda.device(group.weight.device), suppress(*_CANNOT_RUN):
+        with torch.cuda.device(group.weight.device), suppress(*CANNOT_RUN):
             group.run(choice, given, out, overlap=True)
 
     with ThreadPoolExecutor(min(16, usable_cores())) as pool:

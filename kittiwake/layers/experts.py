@@ -13,8 +13,8 @@ from kittiwake.ops.experts.cpu import mix_experts, route, tile_columns
 
 ROWS_AT_ONCE = 512
 """Rows whose pairs are kept at a time: beyond that, the buffers of a long prompt outgrow what reading weights saves."""
-PARTS = ("gate", "up", "gate_up", "down")
-"""What a tensor may hold, after the prefix; gate_up is both halves in one, the gate first."""
+PARTS = ("gate_up", "down")
+"""What a tensor may hold, after the prefix; the rows of the gate stand before those of up."""
 
 
 class ExpertWeights:
@@ -28,10 +28,9 @@ class ExpertWeights:
         if not 1 <= top_k <= experts:
             raise ModelError(f"{top_k} experts a row were asked for, expected 1 to {experts}, the number there is")
         self._prefix, self._experts, self._top_k = prefix, experts, top_k
-        self._missing = {"gate", "up", "down"}
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both weights as [E, outputs, inputs], the outputs in one axis or in two; those of the gate before those of up."""
+        """Both weights as [E, outputs, inputs], in the order of PARTS; the outputs in one axis or in two."""
         raise NotImplementedError
 
     @property
@@ -52,23 +51,12 @@ class ExpertWeights:
         part = name.removeprefix(self._prefix)
         if not name.startswith(self._prefix) or part not in PARTS:
             raise ModelError(f"{name} is not a weight of these experts, expected {self._prefix} and one of {PARTS}")
-        gate_up, down = self._views()
-        into = down if part == "down" else gate_up
-        if part in ("gate", "up"):
-            gate, up = into.chunk(2, dim=1)
-            into = gate if part == "gate" else up
+        into = self._views()[PARTS.index(part)]
         expected = (self._experts, prod(into.shape[1:-1]), into.shape[-1])
         if tuple(tensor.shape) != expected:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
         for kept, stored in zip(into, tensor, strict=True):
             kept.copy_(stored.view(kept.shape))
-        self._missing -= {"gate", "up"} if part == "gate_up" else {part}
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a weight was never loaded."""
-        if self._missing:
-            missing = ", ".join(f"{self._prefix}{part}" for part in sorted(self._missing))
-            raise ModelError(f"weights of experts missing: {missing}")
 
 
 class ExpertGroup(ExpertWeights):

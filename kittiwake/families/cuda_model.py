@@ -31,7 +31,6 @@ from kittiwake.families.cuda_rows import (
     own_shape,
     shape_of,
 )
-from kittiwake.families.rwkv_names import Shapes, listed
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
@@ -59,10 +58,9 @@ def check_weights(name: str, tensor: torch.Tensor, element: torch.dtype) -> None
 class CudaModel(ABC):
     """A recurrent model on one CUDA device: float32 residual stream and states, products in ``dtype``."""
 
-    def __init__(self, config: ModelConfig, shapes: Shapes, state_spec: StateSpec, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, state_spec: StateSpec, dtype: str) -> None:
         self.config, self.state_spec = config, state_spec
         width, vocab, eps = config.width, config.vocab_size, float(config.extra["norm_eps"])
-        self._missing = set(shapes)
         self.device = "cuda"
         self.can_run_ahead = True
         self.dtype = dtype
@@ -132,7 +130,6 @@ class CudaModel(ABC):
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; weights that are not finite or do not fit the dtype are refused by name."""
         check_weights(name, tensor, self.element)
-        self._missing.discard(name)
         if name == "embedding.weight":
             self.embedding.copy_(tensor)
         elif name == "head.weight":
@@ -146,11 +143,6 @@ class CudaModel(ABC):
     @abstractmethod
     def load_layer(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor of a layer."""
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a tensor never came."""
-        if self._missing:
-            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Prove, and where nothing is known of this card measure, what runs which product."""

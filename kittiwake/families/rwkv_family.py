@@ -13,6 +13,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.config import is_epsilon
 from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError
+from kittiwake.families.canonical import fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.rwkv_cpu import RwkvCpuModel
 from kittiwake.families.rwkv_names import Place, Shapes, check_tensor, listed
@@ -115,13 +116,7 @@ class RwkvFamily(ABC):
         model: RwkvCpuModel[Any] | CudaModel
         on_card = device == "cuda"
         model = self.make_cuda_model(config, dtype) if on_card else self.make_model(config, dtype, threads, progress)
-        total = len(self.shapes(config))
-        for done, (name, tensor) in enumerate(tensors):
-            model.load(name, tensor)
-            if progress is not None:
-                progress("loading tensors", done + 1, total)
-        model.check_loaded()
-        model.warm_up(progress)
+        fill(model, tensors, self.shapes(config), progress)
         return model
 
 

@@ -12,6 +12,7 @@ from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.checkpoints.row_table import RowTable, unpacked_table
 from kittiwake.engine.states import MOST_TOKENS
 from kittiwake.errors import BundleError, CheckpointError, ModelError
+from kittiwake.families.canonical import fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.qwen4exp import config as hf_config
 from kittiwake.families.qwen4exp import gguf_names, names
@@ -123,7 +124,7 @@ class Qwen4ExpFamily:
     def footprint(self, config: ModelConfig) -> dict[str, int]:
         """Bytes of the weights in memory, of one state before it grows, of what a token adds to it, and on disk."""
         geometry = _geometry(config)
-        shapes = {name: s for name, s in names.canonical_shapes(geometry).items() if not name.startswith("draft.")}
+        shapes = {name: s for name, s in names.canonical_shapes(geometry).items() if not names.is_draft(name)}
         kept = {name: shape for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".conv")}
         weights, others = sum(map(prod, kept.values())), sum(map(prod, shapes.values()))
         spec = state_spec(geometry)
@@ -156,13 +157,7 @@ class Qwen4ExpFamily:
     ) -> Model:
         """Take the tensors one at a time into a model."""
         model = _empty_model(config, device, dtype, threads, tables or {}, progress)
-        total = len(names.canonical_shapes(_geometry(config)))
-        for done, (name, tensor) in enumerate(tensors):
-            model.load(name, tensor)
-            if progress is not None:
-                progress("loading tensors", done + 1, total)
-        model.check_loaded()
-        model.warm_up(progress)
+        fill(model, tensors, names.canonical_shapes(_geometry(config)), progress)
         return model
 
 

@@ -40,6 +40,11 @@ def canonical_shapes(g: Geometry) -> Shapes:
     return shapes
 
 
+def is_draft(name: str) -> bool:
+    """Whether a canonical tensor is one of the layers that draft, which no forward reads."""
+    return name.startswith("draft.")
+
+
 def table_names(ngram: Ngram) -> list[str]:
     """Canonical names of the parts of a table, in order."""
     return [f"layers.{ngram.layer}.ngram.table.{part:05}" for part in range(ngram.parts)]

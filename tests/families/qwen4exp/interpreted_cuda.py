@@ -78,7 +78,6 @@ def on_card(dtype: str = "fp32") -> Qwen4ExpCuda:
     model = Qwen4ExpCuda(MODEL, dtype, FAMILY.open_tables(SOURCE, MODEL), place=CPU)
     for name, tensor in FAMILY.canonical(SOURCE, MODEL):
         model.load(name, tensor)
-    model.check_loaded()
     return model
 
 

@@ -18,6 +18,7 @@ from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
+from kittiwake.families.canonical import check_finite
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_rows import (
     DECODE_BUCKETS,
@@ -49,8 +50,7 @@ Copies = Callable[[int, torch.Tensor, Addend | None], None]
 
 def check_weights(name: str, tensor: torch.Tensor, element: torch.dtype) -> None:
     """Raise ModelError for weights that are not finite, or that the element type cannot hold."""
-    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-        raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+    check_finite(name, tensor)
     if element == torch.float16 and float(tensor.abs().max()) > 65504:
         raise ModelError(f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32")
 

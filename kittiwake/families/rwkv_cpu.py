@@ -15,7 +15,7 @@ import torch
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
-from kittiwake.errors import ModelError
+from kittiwake.families.canonical import check_finite
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv_names import Shapes
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
@@ -162,9 +162,7 @@ class RwkvCpuModel(ABC, Generic[Layer]):
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; NaN and infinite weights are refused by name."""
-        # the ends tell of NaN too, in one pass and without a second tensor beside the first
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-            raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+        check_finite(name, tensor)
         if name in self._groups:
             self._groups[name].load(name, tensor)
         elif name == "embedding.weight":

@@ -12,22 +12,18 @@ from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.checkpoints.row_table import RowTable, unpacked_table
 from kittiwake.engine.states import MOST_TOKENS
 from kittiwake.errors import BundleError, CheckpointError, ModelError
-from kittiwake.families.canonical import fill
+from kittiwake.families.canonical import FLOATS, check_manifest_keys, check_names, check_tensor, fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.qwen4exp import config as hf_config
 from kittiwake.families.qwen4exp import gguf_names, names
 from kittiwake.families.qwen4exp.geometry import FAMILY, Geometry, Ngram
 from kittiwake.families.qwen4exp.places import Place
 from kittiwake.families.qwen4exp.state import state_spec
-from kittiwake.families.rwkv_family import SIZES
-from kittiwake.families.rwkv_names import check_tensor, listed
 from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
     from kittiwake.families.qwen4exp.model import Qwen4ExpModel
-
-_ROW_KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Qwen4ExpFamily:
@@ -93,21 +89,14 @@ class Qwen4ExpFamily:
             raise BundleError(f"{source.path} holds {len(infos)} tensors, fewer than its manifest asks for")
         shapes = names.canonical_shapes(geometry)
         tables = {name for ngram in geometry.ngrams for name in names.table_names(ngram)}
-        unknown, missing = sorted(infos.keys() - shapes.keys() - tables), sorted(({*shapes} | tables) - infos.keys())
-        if unknown or missing:
-            raise BundleError(
-                f"{source.path} does not hold the tensors its manifest asks for: "
-                f"unknown {listed(unknown)}; missing {listed(missing)}"
-            )
+        check_names(source, {*shapes} | tables)
         for name, shape in shapes.items():
             check_tensor(infos[name], shape, source)
         _check_tables(source, geometry, _stored_tables(source, geometry))
 
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The config of a bundle's manifest; strict about keys, kinds and rules of structure."""
-        expected = {*SIZES, *Geometry.__dataclass_fields__, "end_ids", "tied"}
-        if set(model) != expected:
-            raise BundleError(f"manifest model section has keys {sorted(model)}, {FAMILY} needs {sorted(expected)}")
+        check_manifest_keys(model, FAMILY, (*Geometry.__dataclass_fields__, "end_ids", "tied"))
         ends, is_tied = model["end_ids"], model["tied"]
         if not isinstance(ends, list) or not all(type(one) is int and one >= 0 for one in ends):
             raise BundleError(f"manifest model.end_ids is {ends!r}, expected a list of token ids")
@@ -273,7 +262,7 @@ def _check_tables(source: TensorSource, geometry: Geometry, stored: Mapping[int,
                 raise ModelError(
                     f"{info.name} in {source.path} has shape {info.shape}, expected rows of {geometry.ngram_row}"
                 )
-            if info.dtype not in _ROW_KINDS:
+            if info.dtype not in FLOATS:
                 raise ModelError(f"{info.name} in {source.path} is {info.dtype}, expected a floating type")
         _check_rows(source, ngram, sum(info.shape[0] for info in parts))
 

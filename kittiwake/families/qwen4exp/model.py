@@ -17,6 +17,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import CheckpointError, DeviceError, ModelError
+from kittiwake.families.canonical import check_finite
 from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.qwen4exp.blocks import (
     Attention,
@@ -129,8 +130,7 @@ class Qwen4ExpModel:
         """Take one canonical tensor; NaN and infinite weights are refused by name. Those of drafts are let go."""
         if is_draft(name):
             return
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-            raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+        check_finite(name, tensor)
         self._takers[name](tensor)
 
     def warm_up(self, progress: Progress | None = None) -> None:

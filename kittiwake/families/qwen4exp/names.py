@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.errors import ModelError
+from kittiwake.families.canonical import listed
 from kittiwake.families.qwen4exp.geometry import Geometry, Ngram
 from kittiwake.families.qwen4exp.places import Place, Shape, plain
-from kittiwake.families.rwkv_names import listed
 
 Shapes = dict[str, Shape]
 PREFIXES = ("model.language_model.", "model.")

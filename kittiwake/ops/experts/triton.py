@@ -184,8 +184,13 @@ def group_kernel(
 
 
 @triton.jit
-def _tile_of(chosen, tiles, tile, DIRECT: tl.constexpr):
-    """Expert, first place and number of pairs of a tile."""
+def _work(chosen, tiles, outputs, BN: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr):
+    """What a program of a product works on: expert, first place and number of pairs of its tile, and its BN columns."""
+    parts = tl.cdiv(outputs, BN)
+    tile = tl.program_id(0) // parts
+    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    if OVERLAP:
+        gdc_wait()
     if DIRECT:
         expert = tl.load(chosen + tile)
         first = tile
@@ -194,7 +199,7 @@ def _tile_of(chosen, tiles, tile, DIRECT: tl.constexpr):
         expert = tl.load(tiles + tile * 3)
         first = tl.load(tiles + tile * 3 + 1)
         count = tl.load(tiles + tile * 3 + 2)
-    return expert.to(tl.int64), first, count
+    return expert.to(tl.int64), first, count, columns
 
 
 @triton.jit
@@ -225,14 +230,9 @@ def gate_up_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    parts = tl.cdiv(ff, BN)
-    tile = tl.program_id(0) // parts
-    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    expert, first, count, columns = _work(chosen, tiles, ff, BN, DIRECT, OVERLAP)
     rm = tl.arange(0, BM)
     rk = tl.arange(0, BK)
-    if OVERLAP:
-        gdc_wait()
-    expert, first, count = _tile_of(chosen, tiles, tile, DIRECT)
     if count > 0:
         inside = rm < count
         rows = _pairs_at(pairs, first + rm, inside, DIRECT) // TOP_K
@@ -280,14 +280,9 @@ def down_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    parts = tl.cdiv(C, BN)
-    tile = tl.program_id(0) // parts
-    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    expert, first, count, columns = _work(chosen, tiles, C, BN, DIRECT, OVERLAP)
     rm = tl.arange(0, BM)
     rk = tl.arange(0, BK)
-    if OVERLAP:
-        gdc_wait()
-    expert, first, count = _tile_of(chosen, tiles, tile, DIRECT)
     if count > 0:
         inside = rm < count
         w_rows = w + expert * expert_stride + tl.minimum(columns, C - 1).to(tl.int64)[None, :] * w_stride

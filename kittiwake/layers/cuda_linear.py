@@ -19,6 +19,7 @@ from kittiwake.ops.matmul import triton as tiles
 from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
+from kittiwake.ops.triton_launch import launch_options
 
 DEPTH_PADDING = 16
 """Rows of weights begin at multiples of so many elements."""
@@ -220,12 +221,11 @@ class CudaGroup:
             ALIGN=self._aligned,
             PADDED=DEPTH_PADDING,
             PRECISION="ieee",
-            OVERLAP=overlap,
             PARTS=parts,
             EARLY=tiles.BEGIN_NEXT if overlap else 0,
             num_warps=config.warps,
             num_stages=config.stages,
-            **({"launch_pdl": True} if overlap else {}),
+            **launch_options(overlap),
         )
 
     def describe(self) -> dict[str, Any]:

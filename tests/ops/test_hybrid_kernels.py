@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 from kittiwake.ops.gated_delta import triton as delta
 from kittiwake.ops.hyper_mix import triton as mix
 from kittiwake.ops.short_conv import triton as conv
+from kittiwake.ops.triton_launch import piece_options, row_options
 from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
 
 INTERPRETED = Path(__file__).with_name("interpreted_hybrid.py")
@@ -88,8 +89,8 @@ def test_a_stream_is_normed_by_one_tree_whatever_was_added_and_whichever_rows_ar
 @cards_and_dtypes
 def test_hyper_connections_compile_and_contract_nothing(capability: int, dtype: torch.dtype) -> None:
     rows, parts = (
-        {name: value for name, value in options(2560, False).items() if name != "OVERLAP"}
-        for options in (mix._row_options, mix._piece_options)
+        {name: value for name, value in options.items() if name != "OVERLAP"}
+        for options in (row_options(2560, False), piece_options(2560, mix.BLOCK, False))
     )
     for kernel, fixed, options in (
         (mix.open_kernel, {"STREAMS": 4}, parts),

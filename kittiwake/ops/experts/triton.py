@@ -25,6 +25,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.triton_launch import launch_options, piece_options, row_options, warps_for
 
 SMALLEST_SUM = 2.0**-14
 """The chosen probabilities are divided by no less than this."""
@@ -355,16 +356,6 @@ def silu_times_kernel(
     tl.store(out + n * out_stride + columns, (_silu(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def _options(overlap: bool, **more: Any) -> dict[str, Any]:
-    return more | {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
-
-
-def _row_options(width: int, overlap: bool) -> dict[str, Any]:
-    """Options of a kernel that takes no sum over channels."""
-    block = min(BLOCK, triton.next_power_of_2(width))
-    return _options(overlap, BLOCK=block, num_warps=4, enable_fp_fusion=False)
-
-
 def route(
     logits: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, is_renormalised: bool, *, overlap: bool
 ) -> None:
@@ -375,7 +366,6 @@ def route(
     """
     rows, experts = logits.shape
     top_k = chosen.shape[1]
-    block = triton.next_power_of_2(experts)
     route_kernel[(rows,)](
         logits,
         chosen,
@@ -386,7 +376,7 @@ def route(
         RENORMALISES=is_renormalised,
         TOP_K=top_k,
         RANKS=triton.next_power_of_2(top_k),
-        **_options(overlap, BLOCK=block, num_warps=min(max(block // 512, 1), 8), enable_fp_fusion=False),
+        **row_options(experts, overlap),
     )
 
 
@@ -421,7 +411,7 @@ def group_pairs(
         HAS_OWNERS=owners is not None,
         BY_PLACE=count <= count // bm + experts,
         LINES=32,
-        **_options(overlap, BLOCK=block, num_warps=min(max(block // 512, 1), 8)),
+        **launch_options(overlap, BLOCK=block, num_warps=warps_for(block)),
     )
     return Grouped(chosen, pairs, tiles, lines)
 
@@ -479,7 +469,7 @@ def _places(grouped: Grouped) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _tile_options(config: Config, depth: int, overlap: bool) -> dict[str, Any]:
-    return _options(
+    return launch_options(
         overlap,
         BM=config.bm,
         BN=config.bn,
@@ -508,7 +498,7 @@ def sum_pairs(
     assert (shared is None) == (shared_gate is None)
     added = y if shared is None else shared
     gate = y if shared_gate is None else shared_gate
-    options = _row_options(width, overlap)
+    options = piece_options(width, BLOCK, overlap)
     sum_kernel[(rows, triton.cdiv(width, options["BLOCK"]))](
         made,
         shares,
@@ -528,6 +518,6 @@ def sum_pairs(
 def silu_times(gate_up: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
     """out [N, ff] (written) = silu(gate) * up; gate_up [N, 2 ff], a view or not, holds gate [ff] | up [ff]."""
     rows, ff = out.shape
-    options = _row_options(ff, overlap)
+    options = piece_options(ff, BLOCK, overlap)
     grid = (rows, triton.cdiv(ff, options["BLOCK"]))
     silu_times_kernel[grid](gate_up, out, ff, gate_up.stride(0), out.stride(0), **options)

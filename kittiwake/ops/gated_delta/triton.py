@@ -20,12 +20,12 @@ sum there, since it does so once for all rows. The other two kernels do not cont
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kittiwake.ops.triton_launch import launch_options
 
 COLUMNS = 16
 """Most value columns of a program of the scan."""
@@ -290,7 +290,7 @@ def gated_delta(
     """
     rows, (_, heads, keys, values) = qkv.shape[0], state.shape
     assert made.shape[1] >= made_columns(key_heads, heads, keys, values) and heads % key_heads == 0
-    options: dict[str, Any] = {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+    options = launch_options(overlap)
     sizes = {"K": keys, "V": values, "KEY_HEADS": key_heads, "VALUE_HEADS": heads, "COPIES": COPIES}
     held = tile(keys, values)
     at_once, block = _heads_at_once(key_heads, keys), min(PART, triton.next_power_of_2(heads * values))

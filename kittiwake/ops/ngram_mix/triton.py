@@ -8,13 +8,14 @@ norm(g) enters the convolution of later rows from the same launch, or from the s
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kittiwake.ops.triton_launch import piece_options, row_options
 
 BLOCK = 512
 """Channels of a program of the convolution: no sum over channels is taken there, so it changes no bit."""
@@ -198,9 +199,6 @@ def ngram_mix(
     """
     rows, columns = x.shape
     width, taps = columns // streams, conv_weight.shape[0]
-    sizes: dict[str, Any] = {"STREAMS": streams, "OVERLAP": overlap, "enable_fp_fusion": False}
-    sizes |= {"launch_pdl": True} if overlap else {}
-    whole = triton.next_power_of_2(width)
     gate_kernel[(rows, streams)](
         x,
         kv,
@@ -213,14 +211,12 @@ def ngram_mix(
         kv.stride(0),
         math.sqrt(width),
         eps,
+        STREAMS=streams,
         SMALLEST=SMALLEST,
-        BLOCK=whole,
-        num_warps=min(max(whole // 512, 1), 8),
-        **sizes,
+        **row_options(width, overlap),
     )
-    block = min(BLOCK, whole)
-    sizes |= {"TAPS": taps, "BLOCK": block, "num_warps": 4}
-    parts = streams * triton.cdiv(width, block)
+    sizes = piece_options(width, BLOCK, overlap) | {"STREAMS": streams, "TAPS": taps}
+    parts = streams * triton.cdiv(width, sizes["BLOCK"])
     conv_kernel[(rows, parts)](
         x,
         kv,

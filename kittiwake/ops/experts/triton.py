@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.matmul.triton import Config
 from kittiwake.ops.triton_launch import launch_options, piece_options, row_options, warps_for
+from kittiwake.ops.triton_math import sigmoid
 
 SMALLEST_SUM = 2.0**-14
 """The chosen probabilities are divided by no less than this."""
@@ -330,7 +331,7 @@ def sum_kernel(
         value = tl.load(made + pair * C + columns, mask=inside, other=0.0).to(tl.float32)
         total += value * tl.load(shares + pair)
     if HAS_SHARED:
-        share = tl.div_rn(1.0, 1.0 + libdevice.exp(-tl.load(gate + n * gate_stride).to(tl.float32)))
+        share = sigmoid(tl.load(gate + n * gate_stride).to(tl.float32))
         total += tl.load(shared + n * shared_stride + columns, mask=inside, other=0.0).to(tl.float32) * share
     tl.store(y + n * y_stride + columns, total.to(y.dtype.element_ty), mask=inside)
 

@@ -23,14 +23,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.triton_launch import piece_options, row_options
+from kittiwake.ops.triton_math import quick_sigmoid
 
 BLOCK = 512
 """Channels of a program where no sum is taken: it changes no bit."""
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -99,7 +95,7 @@ def combine_kernel(
     at = x + n * x_stride + s * C + columns
     value = tl.load(at, mask=inside, other=0.0)
     if ADDS:
-        share = 2.0 * _sigmoid(tl.load(inject + n * inject_stride + s).to(tl.float32) / STREAMS)
+        share = 2.0 * quick_sigmoid(tl.load(inject + n * inject_stride + s).to(tl.float32) / STREAMS)
         value += tl.load(y + n * y_stride + columns, mask=inside, other=0.0).to(tl.float32) * share
         tl.store(at, value, mask=inside)
     if NORMS:
@@ -151,7 +147,7 @@ def low_kernel(
         gdc_wait()
     at = low + n * low_stride + columns
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32) / STREAMS
-    tl.store(at, (value * _sigmoid(value)).to(low.dtype.element_ty), mask=inside)
+    tl.store(at, (value * quick_sigmoid(value)).to(low.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -179,7 +175,7 @@ def mix_kernel(
         value = tl.load(normed + n * normed_stride + s * C + columns, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             logit = tl.load(gate + n * gate_stride + s * C + columns, mask=inside, other=0.0).to(tl.float32)
-            value = value * _sigmoid(logit)
+            value = value * quick_sigmoid(logit)
         total += value
     tl.store(mixed + n * mixed_stride + columns, (total / STREAMS).to(mixed.dtype.element_ty), mask=inside)
 

@@ -12,20 +12,15 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.triton_launch import piece_options, row_options
+from kittiwake.ops.triton_math import sigmoid
 
 BLOCK = 512
 """Channels of a program of the convolution: no sum over channels is taken there, so it changes no bit."""
 SMALLEST = 1e-6
 """The least |d| that the square root is taken of."""
-
-
-@triton.jit
-def _sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))
 
 
 @triton.jit
@@ -65,7 +60,7 @@ def gate_kernel(
         d = tl.div_rn(tl.sum(key * query, 0), root)
         gate = tl.sqrt_rn(tl.maximum(tl.abs(d), SMALLEST))
         gate = tl.where(d < 0.0, -gate, gate)
-        share = _sigmoid(tl.where(d == 0.0, 0.0, gate))
+        share = sigmoid(tl.where(d == 0.0, 0.0, gate))
         gated = share * value
         to = scales + (n * STREAMS + s) * 2
         tl.store(to, share)
@@ -127,7 +122,7 @@ def conv_kernel(
             mixed += tl.load(weight + tap * STREAMS * C + at, mask=inside, other=0.0) * seen
         here = x + n.to(tl.int64) * x_stride + at
         gated, scale = _gated(kv, scales, n.to(tl.int64), s, columns, inside, C, kv_stride, STREAMS)
-        added = gated + mixed * _sigmoid(mixed)
+        added = gated + mixed * sigmoid(mixed)
         tl.store(here, tl.load(here, mask=inside, other=0.0) + added, mask=inside)
 
 

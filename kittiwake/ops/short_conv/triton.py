@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.triton_launch import piece_options
+from kittiwake.ops.triton_math import quick_sigmoid
 
 BLOCK = 256
 """Channels of a program."""
@@ -44,7 +45,7 @@ def _conv_rows(
         tap = tl.load(weight + k * C + columns, mask=columns < C, other=0.0)
         total += tap[None, :] * row
     if IS_SILU:
-        total = total * (1.0 / (1.0 + tl.exp(-total)))
+        total = total * quick_sigmoid(total)
     return total
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from triton import language as tl
-from triton.runtime import interpreter
 
 from kittiwake.bench.draw import made
 from kittiwake.bench.qwen4exp_shapes import Qwen4ExpShape, one_table, qwen4exp_config, qwen4exp_recipes
@@ -30,12 +28,9 @@ from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
 from kittiwake.families.qwen4exp.cuda_rows import graph_shape
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.load import TensorDict
-from kittiwake.ops.experts import triton as experts
-from kittiwake.ops.matmul import triton as products
-from kittiwake.ops.ngram_mix import triton as ngram_mix
 from tests.engine.drive import ask, make_engine
 from tests.families.agreement import Run, same_run
-from tests.ops.interpreted_kernels import _patch_with_index
+from tests.ops.interpreted_kernels import make_interpretable
 from tests.oracles.measure import relative_error
 
 CPU = torch.device("cpu")
@@ -53,12 +48,8 @@ TENSORS = made(one_table(SHAPE, qwen4exp_recipes(SHAPE, 5, torch.float32)))
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpretable() -> Any:
-    """CUDA's library of functions has no interpreter: a stand-in of the same meaning, not of the same bits."""
-    functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (products, experts, ngram_mix):
-            patch.setattr(module, "libdevice", functions)
-        patch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+        make_interpretable(patch)
         yield
 
 

@@ -12,7 +12,7 @@ from kittiwake.layers.experts import ExpertGroup
 from kittiwake.layers.linear import LinearGroup, Pick, Product, Workspace, padded
 from kittiwake.ops.experts import cpu
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, numba_threads
+from tests.ops.pieces import check_threads
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
 
@@ -80,9 +80,7 @@ def test_rows_have_their_bits_in_any_crowd(dtype: str, monkeypatch: pytest.Monke
 def test_threads_change_no_bit() -> None:
     group, rows = make_group("bf16"), np.arange(ROWS)
     expected = run(group, rows)
-    for threads in THREADS:
-        with numba_threads(threads):
-            assert same_bits(run(group, rows), expected), threads
+    check_threads(lambda: run(group, rows), expected)
 
 
 def test_an_expert_chosen_alone_has_the_bits_of_a_linear_group() -> None:

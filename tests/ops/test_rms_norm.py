@@ -7,7 +7,7 @@ import pytest
 
 from kittiwake.ops.rms_norm import cpu, reference
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, numba_threads
+from tests.ops.pieces import check_threads
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
 
@@ -52,6 +52,4 @@ def test_neither_threads_nor_neighbours_change_a_bit(
     expected = run(x, rows, heads, weight)
     assert same_bits(run(x[rows - 1 : rows], 1, heads, weight), expected[rows - 1 : rows])
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", 0)
-    for threads in THREADS:
-        with numba_threads(threads):
-            assert same_bits(run(x, rows, heads, weight), expected), threads
+    check_threads(lambda: run(x, rows, heads, weight), expected)

@@ -52,7 +52,7 @@ def check_manifest_keys(model: Mapping[str, Any], family: str, extra: Iterable[s
         raise BundleError(f"manifest model section has keys {sorted(model)}, {family} needs {sorted(keys)}")
 
 
-def check_names(source: TensorSource, expected: Collection[str]) -> None:
+def check_bundle_names(source: TensorSource, expected: Collection[str]) -> None:
     """Raise BundleError unless a bundle's source holds exactly these tensors."""
     found = {info.name for info in source.infos()}
     unknown, missing = sorted(found - set(expected)), sorted(set(expected) - found)
@@ -92,7 +92,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[3]) if len(shape) == 4 and shape[1:3] == (1, 1) else shape
 
 
-def listed(names: list[str], most: int = 6) -> str:
-    """The first few names, and how many more there are."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "none") + rest
+def listed(names: list[str]) -> str:
+    """The first six names, and how many more there are."""
+    rest = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return (", ".join(names[:6]) or "none") + rest

@@ -292,15 +292,13 @@ class CudaModel(ABC):
             logits = launch()
         return graph, logits
 
-    def capture_decoding(self, states: StateTable, tell: Progress | None = None) -> None:
+    def capture_decoding(self, states: StateTable) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         sizes = [size for size in DECODE_BUCKETS if size < states.slots]
         sizes.append(next((size for size in DECODE_BUCKETS if size >= states.slots), DECODE_BUCKETS[-1]))
         with self._lock:
-            for done, size in enumerate(reversed(sizes)):
+            for size in reversed(sizes):
                 self._graph(Shape(True, size, size, size), states)
-                if tell is not None:
-                    tell("capturing graphs", done + 1, len(sizes))
 
     def describe(self) -> dict[str, Any]:
         """The card, the picks with their reasons, and where memory goes."""

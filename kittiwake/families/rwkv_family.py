@@ -13,7 +13,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.config import is_epsilon
 from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError
-from kittiwake.families.canonical import check_names, check_tensor, fill
+from kittiwake.families.canonical import check_bundle_names, check_tensor, fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.rwkv_cpu import RwkvCpuModel
 from kittiwake.families.rwkv_names import Place, Shapes
@@ -77,7 +77,7 @@ class RwkvFamily(ABC):
         if config.layers > len(infos):
             raise BundleError(f"{source.path} holds {len(infos)} tensors, its manifest asks for {config.layers} layers")
         shapes = self.shapes(config)
-        check_names(source, shapes)
+        check_bundle_names(source, shapes)
         for name, shape in shapes.items():
             check_tensor(infos[name], shape, source)
 

@@ -12,7 +12,7 @@ from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.checkpoints.row_table import RowTable, unpacked_table
 from kittiwake.engine.states import MOST_TOKENS
 from kittiwake.errors import BundleError, CheckpointError, ModelError
-from kittiwake.families.canonical import FLOATS, check_manifest_keys, check_names, check_tensor, fill
+from kittiwake.families.canonical import FLOATS, check_bundle_names, check_manifest_keys, check_tensor, fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.qwen4exp import config as hf_config
 from kittiwake.families.qwen4exp import gguf_names, names
@@ -89,7 +89,7 @@ class Qwen4ExpFamily:
             raise BundleError(f"{source.path} holds {len(infos)} tensors, fewer than its manifest asks for")
         shapes = names.canonical_shapes(geometry)
         tables = {name for ngram in geometry.ngrams for name in names.table_names(ngram)}
-        check_names(source, {*shapes} | tables)
+        check_bundle_names(source, {*shapes} | tables)
         for name, shape in shapes.items():
             check_tensor(infos[name], shape, source)
         _check_tables(source, geometry, _stored_tables(source, geometry))

@@ -240,12 +240,12 @@ def _index_places(g: Geometry, ours: str, theirs: str) -> dict[str, Place]:
     }
 
 
-def check_names(source: TensorSource, places: Mapping[str, Place], others: Iterable[str], hint: str = "") -> None:
+def check_names(source: TensorSource, places: Mapping[str, Place], others: Iterable[str]) -> None:
     """Raise ModelError for a tensor that no place and none of ``others`` names, and for what a place lacks."""
     infos = {info.name: info for info in source.infos()}
     expected = {name for place in places.values() for name in place.names} | set(others)
     unknown = sorted(name for name in infos.keys() - expected if not name.startswith(UNUSED))
     if unknown:
-        raise ModelError(f"{source.path} holds tensors this family does not have: {listed(unknown)}", hint)
+        raise ModelError(f"{source.path} holds tensors this family does not have: {listed(unknown)}")
     for place in places.values():
         place.check(infos, source)

@@ -357,7 +357,7 @@ class Qwen4ExpCuda:
             graphs.append(graph)
         return graphs
 
-    def capture_decoding(self, states: StateTable, tell: Progress | None = None) -> None:
+    def capture_decoding(self, states: StateTable) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         assert isinstance(states, CudaStateTable)
         if not self._has_graphs:
@@ -366,10 +366,8 @@ class Qwen4ExpCuda:
         sizes.append(bucket(states.slots, DECODE_BUCKETS) or DECODE_BUCKETS[-1])
         with self._lock:
             self._make_rooms_beside(states)
-            for done, size in enumerate(reversed(sizes)):
+            for size in reversed(sizes):
                 self._graphs(Shape(True, size, size, size), states)
-                if tell is not None:
-                    tell("capturing graphs", done + 1, len(sizes))
 
     def describe(self) -> dict[str, Any]:
         """The card, the picks with their reasons, where memory goes, and what serves the tables."""

@@ -16,7 +16,7 @@ from tests.ops.pieces import cut_in_two
 # Without a device these tests are skipped, but their module is imported: on machines that have no Triton too.
 if torch.cuda.is_available():
     from kittiwake.ops.shift_mix import triton as row_kernels
-    from tests.ops.cuda_pieces import EPS, shift_mix
+    from tests.ops.cuda_pieces import EPS, check_shift, shift_mix
 
 pytestmark = pytest.mark.device
 WIDE = tuple(ShiftMixCase(Packed(lengths), 768 + index, 6, index % 2 == 0) for index, lengths in enumerate(LENGTHS))
@@ -29,19 +29,7 @@ def sent(array: np.ndarray) -> torch.Tensor:
 
 @cases
 def test_a_shift_agrees_with_the_reference(case: ShiftMixCase) -> None:
-    inputs, packed = case.make(), case.packed
-    x = inputs["x"] + inputs["y"] if case.adds else inputs["x"]
-    shift = inputs["shift"].copy()
-    expected = reference.shift_mix(
-        x, inputs["weight"], inputs["bias"], EPS, packed.starts, packed.slots, shift, inputs["mix"]
-    )
-    found = shift_mix(inputs, packed.starts, packed.slots, device="cuda")
-    assert same_bits(found["x"], x)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(found["out"], expected, rtol=0, atol=3e-6 * scale)
-    np.testing.assert_allclose(found["shift"], shift, rtol=0, atol=3e-6 * scale)
-    others = np.setdiff1d(np.arange(packed.table_slots), packed.slots)
-    assert same_bits(found["shift"][others], inputs["shift"][others])
+    check_shift(case, 3e-6, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

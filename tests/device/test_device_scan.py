@@ -14,6 +14,7 @@ from kittiwake.ops.wkv7 import reference
 from kittiwake.ops.wkv7.cases import TIME_MIX_CASES, TimeMixCase
 from tests.device.ledger import LEDGER
 from tests.ops.bits import same_bits
+from tests.ops.composed import EPS, composed
 from tests.ops.pieces import cut_in_two
 from tests.oracles.measure import relative_error
 
@@ -25,7 +26,6 @@ if torch.cuda.is_available():
     from kittiwake.ops.wkv7.cuda import Wkv7
 
 pytestmark = pytest.mark.device
-EPS = np.float32(64e-5)
 Arrays = dict[str, np.ndarray]
 HALVES = (torch.float16, torch.bfloat16)
 OUT_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -87,23 +87,6 @@ def run(
 
 def whole(case: TimeMixCase, dtype: torch.dtype, **settings: Any) -> Arrays:
     return run(case, rounded(case, dtype), case.packed.starts, case.packed.slots, dtype, **settings)
-
-
-def composed(case: TimeMixCase, inputs: Arrays) -> Arrays:
-    """The reference."""
-    names = ("w0", "a0", "v0", "k_k", "k_a", "r_k", "norm_weight", "norm_bias")
-    vectors = dict(zip(names, inputs["vectors"], strict=True))
-    if case.is_first_layer:
-        vectors["v0"] = None
-    r, k, v = np.split(inputs["rkv"], 3, axis=1)
-    w_low, a_low, gate, *v_low = np.split(inputs["low"], 3 if case.is_first_layer else 4, axis=1)
-    state, v_first = inputs["state"].copy(), inputs["v_first"].copy()
-    out = reference.time_mix(
-        r, k, v, w_low, a_low, gate, v_low[0] if v_low else None, v_first,
-        reference.HeadParams(**vectors, norm_eps=float(EPS), heads=case.heads),
-        case.packed.starts, case.packed.slots, state,
-    )  # fmt: skip
-    return {"out": out, "v_first": v_first, "state": state}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

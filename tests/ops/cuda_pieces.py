@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kittiwake.ops.shift_mix import reference
 from kittiwake.ops.shift_mix import triton as row_kernels
+from kittiwake.ops.shift_mix.cases import ShiftMixCase
+from tests.ops.bits import same_bits
 
 EPS = 1e-5
 Arrays = dict[str, np.ndarray]
@@ -56,3 +59,20 @@ def shift_mix(
     assert torch.equal(other[0, named], shift[0, named] * 2)
     out = mixed[:, :rows].permute(1, 0, 2).float().contiguous().cpu().numpy()
     return {"x": x_out[:rows].cpu().numpy(), "out": out, "shift": shift[0].cpu().numpy()}
+
+
+def check_shift(case: ShiftMixCase, tolerance: float, *, device: str = "cpu") -> None:
+    """A shift agrees with the reference, relative to the largest value, and touches no other state."""
+    inputs, packed = case.make(), case.packed
+    x = inputs["x"] + inputs["y"] if case.adds else inputs["x"]
+    shift = inputs["shift"].copy()
+    expected = reference.shift_mix(
+        x, inputs["weight"], inputs["bias"], EPS, packed.starts, packed.slots, shift, inputs["mix"]
+    )
+    found = shift_mix(inputs, packed.starts, packed.slots, device=device)
+    assert same_bits(found["x"], x)
+    bound = tolerance * np.abs(expected).max()
+    np.testing.assert_allclose(found["out"], expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(found["shift"], shift, rtol=0, atol=bound)
+    others = np.setdiff1d(np.arange(packed.table_slots), packed.slots)
+    assert same_bits(found["shift"][others], inputs["shift"][others])

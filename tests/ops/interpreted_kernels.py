@@ -24,7 +24,7 @@ from kittiwake.ops.shift_mix import triton as row_kernels
 from kittiwake.ops.shift_mix.cases import CASES as SHIFT_CASES
 from kittiwake.ops.shift_mix.cases import ShiftMixCase
 from tests.ops.bits import same_bits
-from tests.ops.cuda_pieces import EPS, shift_mix
+from tests.ops.cuda_pieces import EPS, check_shift, shift_mix
 from tests.ops.pieces import cut_in_two
 
 CPU = torch.device("cpu")
@@ -147,19 +147,7 @@ def test_squares_that_float16_cannot_hold_are_its_largest_number() -> None:
 
 @pytest.mark.parametrize("case", SHIFT_CASES, ids=str)
 def test_a_shift_agrees_with_the_reference(case: ShiftMixCase) -> None:
-    inputs, packed = case.make(), case.packed
-    x = inputs["x"] + inputs["y"] if case.adds else inputs["x"]
-    shift = inputs["shift"].copy()
-    expected = reference.shift_mix(
-        x, inputs["weight"], inputs["bias"], EPS, packed.starts, packed.slots, shift, inputs["mix"]
-    )
-    found = shift_mix(inputs, packed.starts, packed.slots)
-    assert same_bits(found["x"], x)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(found["out"], expected, rtol=0, atol=2e-6 * scale)
-    np.testing.assert_allclose(found["shift"], shift, rtol=0, atol=2e-6 * scale)
-    others = np.setdiff1d(np.arange(packed.table_slots), packed.slots)
-    assert same_bits(found["shift"][others], inputs["shift"][others])
+    check_shift(case, 2e-6)
 
 
 @pytest.mark.parametrize("case", [case for case in SHIFT_CASES if case.packed.rows < 100], ids=str)

@@ -9,11 +9,11 @@ from kittiwake.ops.packed import Packed
 from kittiwake.ops.wkv7 import cpu, reference
 from kittiwake.ops.wkv7.cases import SCAN_CASES, TIME_MIX_CASES, ScanCase, TimeMixCase
 from tests.ops.bits import same_bits
+from tests.ops.composed import EPS, composed
 from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 from tests.oracles import fla_wkv7, rwkv7_float64
 from tests.oracles.measure import relative_error
 
-EPS = np.float32(64e-5)
 Arrays = dict[str, np.ndarray]
 scan_cases = pytest.mark.parametrize("case", SCAN_CASES, ids=str)
 time_mix_cases = pytest.mark.parametrize("case", TIME_MIX_CASES, ids=str)
@@ -109,23 +109,6 @@ def time_mix(case: TimeMixCase, inputs: Arrays, starts: np.ndarray, slots: np.nd
 
 def whole(case: TimeMixCase) -> Arrays:
     return time_mix(case, case.make(), case.packed.starts, case.packed.slots)
-
-
-def composed(case: TimeMixCase, inputs: Arrays) -> Arrays:
-    """The same from the reference's parts."""
-    names = ("w0", "a0", "v0", "k_k", "k_a", "r_k", "norm_weight", "norm_bias")
-    vectors = dict(zip(names, inputs["vectors"], strict=True))
-    if case.is_first_layer:
-        vectors["v0"] = None
-    r, k, v = np.split(inputs["rkv"], 3, axis=1)
-    w_low, a_low, gate, *v_low = np.split(inputs["low"], 3 if case.is_first_layer else 4, axis=1)
-    state, v_first = inputs["state"].copy(), inputs["v_first"].copy()
-    out = reference.time_mix(
-        r, k, v, w_low, a_low, gate, v_low[0] if v_low else None, v_first,
-        reference.HeadParams(**vectors, norm_eps=float(EPS), heads=case.heads),
-        case.packed.starts, case.packed.slots, state,
-    )  # fmt: skip
-    return {"out": out, "v_first": v_first, "state": state}
 
 
 @time_mix_cases

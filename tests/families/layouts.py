@@ -130,22 +130,45 @@ def save_hf(folder: Path, shape: Rwkv7Shape, tensors: Tensors, **changes: Any) -
     return folder
 
 
+def gguf_renamed(tensors: Tensors, layers: int, inner: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """What only has another name in GGUF; ``inner`` names modules of a layer: BlinkDL's → llama.cpp's."""
+    outer = {"emb": "token_embd", "head": "output", "blocks.0.ln0": "token_embd_norm", "ln_out": "output_norm"}
+    names = outer | {f"blocks.{i}.{old}": f"blk.{i}.{new}" for i in range(layers) for old, new in inner.items()}
+    return {
+        f"{new}.{part}": tensors[f"{old}.{part}"]
+        for old, new in names.items()
+        for part in ("weight", "bias")
+        if f"{old}.{part}" in tensors
+    }
+
+
+def gguf_writer(
+    path: Path, architecture: str, vocab: int, keys: Mapping[str, Any], tokenizer: str = "rwkv"
+) -> GGUFWriter:
+    """A file with a tokenizer's list of tokens and these keys of the architecture."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_token_list([f"token {i}" for i in range(vocab)])
+    for key, value in keys.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+    return writer
+
+
+def written(writer: GGUFWriter, path: Path) -> Path:
+    """The whole file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def gguf_arrays(tensors: Tensors, layers: int) -> dict[str, torch.Tensor]:
     """GGUF's names and orientation, the dummies of layer 0 included."""
-    found = {
-        "token_embd.weight": tensors["emb.weight"],
-        "output.weight": tensors["head.weight"],
-        "token_embd_norm.weight": tensors["blocks.0.ln0.weight"],
-        "token_embd_norm.bias": tensors["blocks.0.ln0.bias"],
-        "output_norm.weight": tensors["ln_out.weight"],
-        "output_norm.bias": tensors["ln_out.bias"],
-    }
+    found = gguf_renamed(tensors, layers, _GGUF_INNER)
     for layer in range(layers):
         old, new = f"blocks.{layer}.", f"blk.{layer}."
-        for ours, theirs in _GGUF_INNER.items():
-            for part in ("weight", "bias"):
-                if f"{old}{ours}.{part}" in tensors:
-                    found[f"{new}{theirs}.{part}"] = tensors[f"{old}{ours}.{part}"]
         rows = [tensors[f"{old}att.x_{letter}"].reshape(1, 1, -1) for letter in "rwkvag"]
         found[f"{new}time_mix_lerp_fused.weight"] = torch.stack(rows)
         found[f"{new}channel_mix_lerp_k.weight"] = tensors[f"{old}ffn.x_k"].flatten()
@@ -173,10 +196,7 @@ def save_gguf(
 
     ``metadata`` adds or changes ``rwkv7.`` keys (dots as double underlines); ``leave_out`` names one to drop.
     """
-    writer = GGUFWriter(path, "rwkv7")
-    writer.add_name("tiny")
-    writer.add_tokenizer_model(metadata.pop("tokenizer", "rwkv"))
-    writer.add_token_list([f"token {i}" for i in range(shape.vocab)])
+    tokenizer = metadata.pop("tokenizer", "rwkv")
     keys = {
         "context_length": 1 << 20,
         "embedding_length": shape.width,
@@ -190,16 +210,11 @@ def save_gguf(
         "feed_forward_length": shape.ffn_width,
         "attention.head_count": 0,
     } | {key.replace("__", "."): value for key, value in metadata.items()}
-    for key, value in keys.items():
-        if key != leave_out:
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"rwkv7.{key}", value)
+    keys.pop(leave_out, None)
+    writer = gguf_writer(path, "rwkv7", shape.vocab, keys, tokenizer)
     for name, tensor in gguf_arrays(tensors, shape.layers).items():
         _add(writer, name, tensor, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def _add(writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: str) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
 from kittiwake.bench.rwkv56_shapes import Rwkv5Shape, Rwkv6Shape
+from tests.families.layouts import gguf_renamed, gguf_writer, written
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -81,20 +82,9 @@ def save_hf(folder: Path, shape: Rwkv5Shape | Rwkv6Shape, tensors: Tensors, **ch
 
 def gguf_arrays(tensors: Tensors, layers: int, *, is_fused: bool, rescale: int) -> dict[str, torch.Tensor]:
     """GGUF's names and orientation of an RWKV-6; ``rescale`` as a converter does it, 0: not at all."""
-    found = {
-        "token_embd.weight": tensors["emb.weight"],
-        "output.weight": tensors["head.weight"],
-        "token_embd_norm.weight": tensors["blocks.0.ln0.weight"],
-        "token_embd_norm.bias": tensors["blocks.0.ln0.bias"],
-        "output_norm.weight": tensors["ln_out.weight"],
-        "output_norm.bias": tensors["ln_out.bias"],
-    }
+    found = gguf_renamed(tensors, layers, _GGUF_INNER)
     for layer in range(layers):
         old, new = f"blocks.{layer}.", f"blk.{layer}."
-        for ours, theirs in _GGUF_INNER.items():
-            for part in ("weight", "bias"):
-                if f"{old}{ours}.{part}" in tensors:
-                    found[f"{new}{theirs}.{part}"] = tensors[f"{old}{ours}.{part}"]
         if rescale:
             for name in ("time_mix_output", "channel_mix_value"):
                 found[f"{new}{name}.weight"] = found[f"{new}{name}.weight"] / 2 ** (layer // rescale)
@@ -129,10 +119,6 @@ def save_gguf(
 
     ``metadata`` adds or changes ``rwkv6.`` keys (dots as double underlines); ``leave_out`` names one to drop.
     """
-    writer = GGUFWriter(path, "rwkv6")
-    writer.add_name("tiny")
-    writer.add_tokenizer_model("rwkv")
-    writer.add_token_list([f"token {i}" for i in range(shape.vocab)])
     keys = {
         "context_length": 1 << 20,
         "embedding_length": shape.width,
@@ -145,9 +131,8 @@ def save_gguf(
         "feed_forward_length": shape.ffn_width,
         "attention.head_count": 0,
     } | {key.replace("__", "."): value for key, value in metadata.items()}
-    for key, value in keys.items():
-        if key != leave_out:
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"rwkv6.{key}", value)
+    keys.pop(leave_out, None)
+    writer = gguf_writer(path, "rwkv6", shape.vocab, keys)
     for name, tensor in gguf_arrays(tensors, shape.layers, is_fused=is_fused, rescale=rescale).items():
         is_product = tensor.dim() == 2 and "time_mix_first" not in name and "_w1" not in name and "_w2" not in name
         if is_product and tensor.dtype == torch.bfloat16:
@@ -156,8 +141,4 @@ def save_gguf(
             writer.add_tensor(name, tensor.numpy())
         else:
             writer.add_tensor(name, tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)

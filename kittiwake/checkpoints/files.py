@@ -17,6 +17,8 @@ from pathlib import Path
 from kittiwake.errors import CheckpointError, InputFileError, OutputError
 from kittiwake.progress import Progress
 
+GET_AGAIN = "the download stopped early or the file is damaged: get it again"
+"""What to do about a file that is not whole."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _READ_BYTES = 1 << 20
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

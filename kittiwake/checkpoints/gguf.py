@@ -23,7 +23,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from kittiwake.checkpoints.files import HEAD_BYTES, FileStamp, quoted, refuse_strangers
+from kittiwake.checkpoints.files import GET_AGAIN, HEAD_BYTES, FileStamp, quoted, refuse_strangers
 from kittiwake.checkpoints.gguf_parts import check_whole, merged_metadata, part_stamps
 from kittiwake.checkpoints.reader import FilePlace, FileSource, TensorInfo
 from kittiwake.errors import CheckpointError
@@ -67,7 +67,6 @@ _SCALARS = {
     6: ("float32", "f"), 7: ("bool", "B"), 10: ("uint64", "Q"), 11: ("int64", "q"), 12: ("float64", "d"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_AGAIN = "the download stopped early or the file is damaged: get it again"
 # Python names it from 3.13 on; the number is that of Linux on these processors.
 _KNOWN_FLAG = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "riscv64") else 0
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", _KNOWN_FLAG)
@@ -187,7 +186,7 @@ def _array_values(raw: bytes, array: LongArray, where: str) -> list[Any]:
             values.append(raw[at - length : at].decode("utf-8"))
         except UnicodeDecodeError:
             raise CheckpointError(
-                f"{where} is not UTF-8 text at {number}: {quoted(raw[at - length : at])}", _AGAIN
+                f"{where} is not UTF-8 text at {number}: {quoted(raw[at - length : at])}", GET_AGAIN
             ) from None
     return values
 
@@ -216,7 +215,7 @@ def _open_file(stamp: FileStamp) -> _File:
         with path.open("rb") as file:
             refuse_strangers(path, file.read(HEAD_BYTES))
             if stamp.size < 24:
-                raise CheckpointError(f"{path} is cut short: {stamp.size} bytes cannot hold a GGUF header", _AGAIN)
+                raise CheckpointError(f"{path} is cut short: {stamp.size} bytes cannot hold a GGUF header", GET_AGAIN)
             data = _mapped(file.fileno())
     except (OSError, ValueError) as err:
         raise CheckpointError(f"{path} cannot be mapped: {err}") from None
@@ -255,17 +254,18 @@ def _check_layout(entries: Sequence[_Entry], start: int, alignment: int, stamp: 
         end = entry.begin + entry.info.stored_bytes
         if start + end > stamp.size:
             raise CheckpointError(
-                f"{path} is cut short: tensor {name} ends at byte {start + end:,}, the file has {stamp.size:,}", _AGAIN
+                f"{path} is cut short: tensor {name} ends at byte {start + end:,}, the file has {stamp.size:,}",
+                GET_AGAIN,
             )
         if entry.begin != _aligned(position, alignment):
             raise CheckpointError(
                 f"{path}: tensor {name} has the offset {entry.begin:,}, expected {_aligned(position, alignment):,}, "
                 f"the first multiple of {alignment} after {before}",
-                _AGAIN,
+                GET_AGAIN,
             )
         position, before = end, name
     if stamp.size > _aligned(start + position, alignment):
-        raise CheckpointError(f"{path} has {stamp.size - start - position:,} bytes after the last tensor", _AGAIN)
+        raise CheckpointError(f"{path} has {stamp.size - start - position:,} bytes after the last tensor", GET_AGAIN)
 
 
 class _Header:
@@ -275,7 +275,7 @@ class _Header:
         self.data, self.path, self.at = data, path, 0
 
     def fail(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {message}", _AGAIN)
+        return CheckpointError(f"{self.path}: {message}", GET_AGAIN)
 
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
         """Metadata, and the tensors with offsets from the start of the data."""
@@ -311,7 +311,7 @@ class _Header:
         if count > len(self.data) - self.at:
             raise CheckpointError(
                 f"{self.path} is cut short: {what} would reach byte {self.at + count:,}, the file has {len(self.data):,}",
-                _AGAIN,
+                GET_AGAIN,
             )
         self.at += count
         return self.data[self.at - count : self.at]

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from kittiwake.checkpoints.files import FileStamp, quoted
+from kittiwake.checkpoints.files import GET_AGAIN, FileStamp, quoted
 from kittiwake.checkpoints.reader import FileSource, TensorInfo
 from kittiwake.checkpoints.safetensors import DTYPES
 from kittiwake.errors import CheckpointError
@@ -32,7 +32,6 @@ _LEGACY_PICKLES = 5
 """Magic number, protocol, system, the object, the storage keys; raw data follows."""
 _LOCAL_HEADER_BYTES = 30
 
-_AGAIN = "the download stopped early or the file is damaged: get it again"
 _RESAVE = "on a machine where the file is trusted, save a plain dict of its tensors again (best as safetensors)"
 
 _STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -117,7 +116,9 @@ def _load(path: Path, mmap: bool) -> Any:
     except Exception as err:  # the unpickler raises whatever a damaged stream leads it to
         reason = _reason(err)
         newer = reason.startswith("Unsupported operand")
-        hint = "its pickle is of another protocol than torch.save's own: save it again with that" if newer else _AGAIN
+        hint = (
+            "its pickle is of another protocol than torch.save's own: save it again with that" if newer else GET_AGAIN
+        )
         raise CheckpointError(f"{path} cannot be loaded: {reason}", hint) from None
 
 
@@ -182,15 +183,17 @@ def _read_members(file: BinaryIO, stamp: FileStamp) -> list[_Member]:
     except CheckpointError as err:
         raise CheckpointError(f"{path}: {err.message}", err.hint) from None
     except Exception as err:  # zipfile raises many kinds on a damaged directory
-        raise CheckpointError(f"{path} is not a whole zip archive: {str(err) or type(err).__name__}", _AGAIN) from None
+        raise CheckpointError(
+            f"{path} is not a whole zip archive: {str(err) or type(err).__name__}", GET_AGAIN
+        ) from None
     if len({member.name for member in members}) != len(members):
-        raise CheckpointError(f"{path} holds two members of one name", _AGAIN)
+        raise CheckpointError(f"{path} holds two members of one name", GET_AGAIN)
     if len({member.name.partition("/")[0] for member in members}) > 1:
-        raise CheckpointError(f"{path} holds more than one folder, expected one as torch.save writes", _AGAIN)
+        raise CheckpointError(f"{path} holds more than one folder, expected one as torch.save writes", GET_AGAIN)
     position = 0
     for member in sorted(members, key=lambda member: (member.begin, member.end)):
         if member.begin < position or member.end > directory:
-            raise CheckpointError(f"{path}: member {quoted(member.name)} overlaps another part of the file", _AGAIN)
+            raise CheckpointError(f"{path}: member {quoted(member.name)} overlaps another part of the file", GET_AGAIN)
         position = member.end
     return members
 
@@ -205,7 +208,7 @@ def _locate(file: BinaryIO, info: zipfile.ZipInfo) -> _Member:
     header = file.read(_LOCAL_HEADER_BYTES)
     name_bytes, extra_bytes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
     if header[:4] != b"PK\x03\x04" or file.read(name_bytes) != info.orig_filename.encode():
-        raise CheckpointError(f"member {quoted(info.filename)} is not where the directory says", _AGAIN)
+        raise CheckpointError(f"member {quoted(info.filename)} is not where the directory says", GET_AGAIN)
     begin = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
     return _Member(info.filename, info.CRC, begin, begin + info.file_size)
 
@@ -227,7 +230,7 @@ def _check_crc(file: BinaryIO, member: _Member, path: Path) -> None:
     for block in _blocks(file, member):
         crc = zlib.crc32(block, crc)
     if crc != member.crc:
-        raise CheckpointError(f"{path}: the checksum of member {quoted(member.name)} does not hold", _AGAIN)
+        raise CheckpointError(f"{path}: the checksum of member {quoted(member.name)} does not hold", GET_AGAIN)
 
 
 # The pickle
@@ -320,7 +323,7 @@ def _check_tensor(where: str, tensor: torch.Tensor) -> None:
     needed = (tensor.storage_offset() + span + 1) * tensor.element_size() if tensor.numel() else 0
     stored = tensor.untyped_storage().nbytes()
     if needed > stored:
-        raise CheckpointError(f"{where} reaches {needed:,} bytes into a storage of {stored:,}", _AGAIN)
+        raise CheckpointError(f"{where} reaches {needed:,} bytes into a storage of {stored:,}", GET_AGAIN)
     if tensor.numel() * tensor.element_size() > stored:
         raise CheckpointError(f"{where} repeats its storage: {tuple(tensor.shape)} out of {stored:,} bytes", _RESAVE)
 
@@ -333,5 +336,5 @@ def _check_storages(tensors: Mapping[str, torch.Tensor], member_bytes: Sequence[
         raise CheckpointError(
             f"{path}: its tensors claim {len(claimed)} storages of {sum(claimed):,} bytes, "
             f"the archive holds {len(member_bytes)} of {sum(member_bytes):,}",
-            _AGAIN,
+            GET_AGAIN,
         )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kittiwake.checkpoints.files import FileStamp, quoted, writing
+from kittiwake.checkpoints.files import GET_AGAIN, FileStamp, quoted, writing
 from kittiwake.checkpoints.reader import FilePlace, TensorSource
 from kittiwake.errors import CheckpointError
 
@@ -34,7 +34,6 @@ DIRECT_ALIGN = 4096
 MAX_ROW_BYTES = 1 << 20
 MAX_UNPACKED_BYTES = 1 << 30
 """Bytes of bfloat16 up to which a table of another kind is unpacked when a model loads."""
-_AGAIN = "the download stopped early or the file is damaged: get it again"
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,13 @@ class RowTable:
         if part.nbytes < 1 or part.nbytes % self.row_bytes:
             raise CheckpointError(
                 f"{part.path}: a part of {part.nbytes:,} bytes is not a number of rows of {self.row_bytes:,} bytes",
-                _AGAIN,
+                GET_AGAIN,
             )
         size = self._stamps[part.path].size
         if part.begin < 0 or part.begin + part.nbytes > size:
             raise CheckpointError(
-                f"{part.path} is cut short: rows reach byte {part.begin + part.nbytes:,}, the file has {size:,}", _AGAIN
+                f"{part.path} is cut short: rows reach byte {part.begin + part.nbytes:,}, the file has {size:,}",
+                GET_AGAIN,
             )
 
     @property

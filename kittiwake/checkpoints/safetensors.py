@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kittiwake.checkpoints.files import HEAD_BYTES, FileStamp, is_plain_name, quoted, refuse_strangers
+from kittiwake.checkpoints.files import GET_AGAIN, HEAD_BYTES, FileStamp, is_plain_name, quoted, refuse_strangers
 from kittiwake.checkpoints.reader import MAX_HEADER_BYTES, FilePlace, FileSource, TensorInfo
 from kittiwake.checkpoints.strict_json import load_json_strict
 from kittiwake.errors import CheckpointError
@@ -69,7 +69,7 @@ def read_header(stamp: FileStamp) -> list[Entry]:
             file.seek(8)
             if stamp.size < 8 or length > stamp.size - 8:
                 refuse_strangers(path, head)
-                raise CheckpointError(f"{path} is cut short: {stamp.size:,} bytes cannot hold its header", _AGAIN)
+                raise CheckpointError(f"{path} is cut short: {stamp.size:,} bytes cannot hold its header", GET_AGAIN)
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
                     f"{path} claims a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are read"
@@ -83,9 +83,6 @@ def read_header(stamp: FileStamp) -> list[Entry]:
     entries = sorted((_entry(name, value, path) for name, value in header.items()), key=lambda e: (e.begin, e.end))
     _check_layout(entries, stamp.size - 8 - length, path)
     return entries
-
-
-_AGAIN = "the download stopped early or the file is damaged: get it again"
 
 
 def _check_metadata(metadata: Any, path: Path) -> None:
@@ -123,18 +120,18 @@ def _is_sizes(value: Any) -> bool:
 def _check_layout(entries: Sequence[Entry], data_bytes: int, path: Path) -> None:
     """The data is one run from 0 to the end of the file: no overlap, no hole, nothing missing, nothing over."""
     if entries and entries[0].begin != 0:
-        raise CheckpointError(f"{path}: the data starts with a hole of {entries[0].begin:,} bytes", _AGAIN)
+        raise CheckpointError(f"{path}: the data starts with a hole of {entries[0].begin:,} bytes", GET_AGAIN)
     for before, after in pairwise(entries):
         if after.begin != before.end:
             fault = "overlap" if after.begin < before.end else "leave a hole between them"
             raise CheckpointError(
-                f"{path}: tensors {quoted(before.info.name)} and {quoted(after.info.name)} {fault}", _AGAIN
+                f"{path}: tensors {quoted(before.info.name)} and {quoted(after.info.name)} {fault}", GET_AGAIN
             )
     end = entries[-1].end if entries else 0
     if end > data_bytes:
-        raise CheckpointError(f"{path} is cut short: {data_bytes:,} of {end:,} bytes of data are there", _AGAIN)
+        raise CheckpointError(f"{path} is cut short: {data_bytes:,} of {end:,} bytes of data are there", GET_AGAIN)
     if end < data_bytes:
-        raise CheckpointError(f"{path} has {data_bytes - end:,} bytes after the last tensor", _AGAIN)
+        raise CheckpointError(f"{path} has {data_bytes - end:,} bytes after the last tensor", GET_AGAIN)
 
 
 class SafetensorsSource(FileSource):
@@ -216,7 +213,7 @@ def open_sharded(folder: Path, config: Mapping[str, Any] | None, config_files: S
     for name, shard in weight_map.items():
         if name not in names:
             raise CheckpointError(
-                f"{folder / shard} lacks tensor {quoted(name)}, which {index.name} places there", _AGAIN
+                f"{folder / shard} lacks tensor {quoted(name)}, which {index.name} places there", GET_AGAIN
             )
         if source.shard_of(name).name != shard:
             raise CheckpointError(f"{index} places {quoted(name)} in {shard}; it is in {source.shard_of(name).name}")

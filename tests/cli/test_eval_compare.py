@@ -16,7 +16,7 @@ from kittiwake.cli import eval_compare
 from kittiwake.evals.runs import Run, load_run, save_run
 from tests.evals.fake_runs import run
 
-from .conftest import Call, FakeLLM, FakeTokenizer
+from .conftest import Call, FakeLLM
 
 
 @pytest.fixture
@@ -191,11 +191,6 @@ def test_a_side_that_fails_ends_the_comparison(
     result = call("eval", "compare", "m.pth", "--reference", "rwkv", "--data", tmp_path / "d.jsonl", "--json")
     assert (result.code, result.stdout, len(children.asked)) == (told, "", 1)
     assert ("ended by signal 9" in result.stderr) == (code == -9)
-
-
-class DigestedTokenizer(FakeTokenizer):
-    def digest(self) -> str:
-        return "t" * 64
 
 
 class ReceiptLLM(FakeLLM):

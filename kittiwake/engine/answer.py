@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kittiwake.engine.request import SamplingParams
 from kittiwake.text.stops import StopMatcher
@@ -10,8 +10,7 @@ from kittiwake.text.stream import TextStream
 from kittiwake.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one token did: text that may be shown now, and why the answer ended, if it did."""
 
     text: str

@@ -102,8 +102,9 @@ class DeviceSteps:
             self._graphs[key] = graph
         return self._graphs[key]
 
-    def land(self, flight: Flight) -> dict[int, int]:
-        """Wait for a flight; the token of each slot that drew one, negative where none could be drawn."""
+    def land(self, flight: Flight) -> list[int]:
+        """Wait for a flight; by slot the token it drew, if it did, negative where none could be drawn."""
         flight.event.synchronize()
         assert flight.tokens is not None
-        return {request.slot: int(flight.tokens[request.slot]) for request in flight.drawn}
+        tokens: list[int] = flight.tokens.tolist()
+        return tokens

@@ -215,7 +215,7 @@ class Engine:
             expired = self._expire(begin_s)
             self._note_admitted(self._scheduler.admit(begin_s))
             # a kept state's logits, nothing to eat
-            ready = [r for r in self._scheduler.running if r.due == 0 and not r.pending]
+            ready = [r for r in self._scheduler.running if not r.pending and r.due == 0]
             for request in ready:
                 self._reuse.save_at_mark(request)
             plan = self._scheduler.plan()
@@ -313,8 +313,7 @@ class Engine:
     def _launch(self, device: DeviceSteps, plan: Plan) -> Flight:
         """Enqueue a plan and the draws that it leads to."""
         batch, complete = plan.batch(), plan.complete
-        whole = {id(request) for request, count in plan.parts if count == request.due}
-        drawn = [one for one in complete if one.stage is Stage.RUNNING and id(one) in whole]
+        drawn = [one for one, count in plan.parts if count == one.due and one.stage is Stage.RUNNING]
         for request in drawn:
             self._prepare_draw(device, request)
         for request, count in plan.parts:
@@ -340,13 +339,14 @@ class Engine:
 
     def _flight_of(self, rows: list[Request], drawn: list[Request]) -> Flight:
         """A flight yet to be launched; its requests count the token to come."""
+        must_land = any(request.stage is Stage.SETTLING for request in rows)
         for request in drawn:
             request.pending += 1
-            params, count = request.answer.params, len(request.answer.tokens) + request.pending
-            request.runs_ahead = count < params.max_tokens and self._is_free(request, count)
-        settles = any(request.stage is Stage.SETTLING for request in rows)
-        waits = any(not self._is_free(request, len(request.answer.tokens) + request.pending) for request in drawn)
-        return Flight(rows, drawn, settles or waits)
+            count = len(request.answer.tokens) + request.pending
+            is_free = self._is_free(request, count)
+            request.runs_ahead = is_free and count < request.answer.params.max_tokens
+            must_land = must_land or not is_free
+        return Flight(rows, drawn, must_land)
 
     @staticmethod
     def _is_free(request: Request, count: int) -> bool:
@@ -375,9 +375,11 @@ class Engine:
                 self._end(request, "error", error=fault(token))
                 continue
             params = request.answer.params
-            row = flight.row(request) if request.keep_state or params.logprobs else None
-            described = describe(row, params, token) if row is not None else Drawn(token)
-            self._take(request, token, row, self._logprobs(request, token, described))
+            if request.keep_state or params.logprobs:
+                row = flight.row(request)
+                self._take(request, token, row, self._logprobs(request, token, describe(row, params, token)))
+            else:
+                self._take(request, token, None, ())
 
     def _deliver(self, rows: list[tuple[Request, np.ndarray]]) -> None:
         """Sample a token for each row, or settle a request whose state is to be kept."""
@@ -420,11 +422,11 @@ class Engine:
 
     def _take(self, request: Request, token: int, row: np.ndarray | None, logprobs: tuple[TokenLogprob, ...]) -> None:
         """A token was drawn from ``row``, the logits after everything the slot has eaten."""
-        was_decided = request.answer.is_decided
+        settles = request.keep_state or self._reuse.wants_answer(request)
+        was_decided = settles and request.answer.is_decided
         step = request.answer.push(token)
         if request.adjustments is not None:
             request.adjustments.push(token)
-        settles = request.keep_state or self._reuse.wants_answer(request)
         if settles:
             request.logits = row
         if settles and step.finish_reason is None:
@@ -533,16 +535,23 @@ class Engine:
         with self._lock:
             if request_id not in self._outbox:
                 raise RequestError(f"request {request_id} is not known: never added, or its end was collected already")
-            deltas, self._outbox[request_id] = self._outbox[request_id], []
             self._fresh.pop(request_id, None)
-            if deltas and deltas[-1].finish_reason is not None:
-                del self._outbox[request_id]
-            return deltas
+            return self._empty(request_id)
+
+    def _empty(self, request_id: int) -> list[Delta]:
+        """What is in an outbox, which goes with its last Delta."""
+        deltas = self._outbox[request_id]
+        if deltas and deltas[-1].finish_reason is not None:
+            del self._outbox[request_id]
+        else:
+            self._outbox[request_id] = []
+        return deltas
 
     def collect_all(self) -> list[Delta]:
         """What happened to all requests since the last call, those of a request in order; as :meth:`collect` of each."""
         with self._lock:
-            return [delta for request_id in list(self._fresh) for delta in self.collect(request_id)]
+            fresh, self._fresh = self._fresh, {}
+            return [delta for request_id in fresh for delta in self._empty(request_id)]
 
     def abort(self, request_id: int) -> None:
         """End a request now with reason "abort" and free its slot; one that has ended is left as it is."""

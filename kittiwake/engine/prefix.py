@@ -228,6 +228,14 @@ class PrefixCache:
             self.disk.close()
 
 
+def least_tokens(device: str) -> int:
+    """Fewest tokens that a state must save, where nobody says.
+
+    A card reads some hundred tokens while one state comes to the host's memory, and its steps wait for that.
+    """
+    return 32 if device == "cpu" else 512
+
+
 def ram_budget(wanted: int, claimed: int = 0) -> int:
     """Bytes for the cache: as wanted, or for -1 half of the memory that is free now and not yet ``claimed`` for other
     uses, at most 32 GiB."""

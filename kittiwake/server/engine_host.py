@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,8 +66,7 @@ def failure_of(error: KittiwakeError) -> Failure:
     return replace(Failure.of(error), code=code, retry_after_s=getattr(error, "retry_after_s", None))
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """Which call of which worker something belongs to."""
 
     worker: bytes

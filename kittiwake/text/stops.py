@@ -52,7 +52,7 @@ class StopMatcher:
         After a hit everything further is cut: each call returns ``("", hit)``.
         """
         if self._hit is not None or not self.stops:
-            return self._emit([] if self._hit else [text])
+            return self._emit("" if self._hit else text)
         decided: list[str] = []
         for char in text:
             self._tail.append(char)
@@ -64,11 +64,11 @@ class StopMatcher:
             if self._hit is not None:
                 self._tail.clear()
                 break
-        return self._emit(decided)
+        return self._emit("".join(decided))
 
     def flush(self) -> str:
         """The text has ended: returns what was held back, since it can no longer become a stop string."""
-        rest = self._emit(list(self._tail)).text
+        rest = self._emit("".join(self._tail)).text
         self._tail.clear()
         self._node = 0
         return rest
@@ -91,8 +91,7 @@ class StopMatcher:
         """
         return self._accepted_chars
 
-    def _emit(self, pieces: list[str]) -> StopResult:
-        text = "".join(pieces)
+    def _emit(self, text: str) -> StopResult:
         self._accepted_chars += len(text)
         return StopResult(text, self._hit)
 

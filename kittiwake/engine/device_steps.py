@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.cuda_states import CudaStateTable
+from kittiwake.engine.cuda_states import CudaStateTable, sent
 from kittiwake.engine.flight import Flight
 from kittiwake.engine.request import SamplingParams
 from kittiwake.ops.sampling.triton import DeviceSampler
@@ -70,7 +70,7 @@ class DeviceSteps:
 
     def launch_known(self, rows: np.ndarray, flight: Flight) -> Flight:
         """Enqueue a draw from logits [W, vocab] that the host has."""
-        return self._draw(torch.from_numpy(rows).to(self._states.device), None, flight)
+        return self._draw(sent(rows, self._states.device), None, flight)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor | None, flight: Flight) -> Flight:
         greedy = all(request.answer.params.temperature == 0.0 for request in flight.drawn)
@@ -80,10 +80,10 @@ class DeviceSteps:
             else:
                 drawn = set(map(id, flight.drawn))
                 places = [request.slot if id(request) in drawn else 0 for request in flight.rows]
-                sent = torch.tensor(places, dtype=torch.int32).pin_memory().to(self._states.device, non_blocking=True)
+                slots = sent(np.array(places, dtype=np.int32), self._states.device)
                 for first in range(0, len(places), self.sampler.max_rows):
                     part = slice(first, first + self.sampler.max_rows)
-                    self.sampler.draw(logits[part], sent[part], self._states.drawn, greedy_only=greedy)
+                    self.sampler.draw(logits[part], slots[part], self._states.drawn, greedy_only=greedy)
         tensor, flight.tokens, flight.event = self._ring[self._turn]
         self._turn = (self._turn + 1) % _RING
         tensor.copy_(self._states.drawn, non_blocking=True)

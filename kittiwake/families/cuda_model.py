@@ -15,7 +15,7 @@ import torch
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.cuda_states import CudaStateTable
+from kittiwake.engine.cuda_states import CudaStateTable, sent
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
 from kittiwake.families.contract import ModelConfig
@@ -194,7 +194,7 @@ class CudaModel(ABC):
             for piece in pieces:
                 logits = self._run(piece, states)
                 if len(piece.want):
-                    out[torch.from_numpy(piece.places).to(self.place)] = logits[: len(piece.want)]
+                    out[sent(piece.places, self.place)] = logits[: len(piece.want)]
             return out
 
     def draw_rows(self, slots: int) -> int:
@@ -225,7 +225,7 @@ class CudaModel(ABC):
             self._buffer().fill(piece, shape)
             graph.replay()
         if piece.is_decode and len(piece.want) != len(piece.token_ids) and len(piece.want):
-            return logits[torch.from_numpy(piece.want).to(self.place)]
+            return logits[sent(piece.want, self.place)]
         return logits
 
     def _eager(
@@ -261,7 +261,7 @@ class CudaModel(ABC):
         """Logits of any number of wanted rows, MOST_WANTED at a time, into host memory."""
         for first in range(0, len(piece.want), MOST_WANTED):
             some = piece.want[first : first + MOST_WANTED]
-            want = torch.from_numpy(some.astype(np.int32)).to(self.place)
+            want = sent(some.astype(np.int32), self.place)
             logits = torch.empty((len(some), self.vocab), dtype=torch.float32, device=self.place)
             self._head(x, y, want, logits)
             out[piece.places[first : first + MOST_WANTED]] = logits.cpu().numpy()

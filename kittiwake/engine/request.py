@@ -239,7 +239,7 @@ class PromptProgress:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What a request did not have to read."""
+    """What a request did not have to read; samples of one prompt are one request."""
 
     cached_tokens: int = 0
     source: str = "none"

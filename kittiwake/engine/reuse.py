@@ -123,7 +123,8 @@ class Reuse:
         ready = [one for one in waiting if one.waits_for == count and one.is_held]
         for one in ready:
             one.resume, one.last_mark = prefix, prefix.count
-            one.cache_use = CacheUse(prefix.count, "shared", "")
+            # samples share one prompt: what was read of it was read for all of them
+            one.cache_use = request.cache_use if one in request.followers else CacheUse(prefix.count, "shared", "")
         request.parked = [one for one in request.parked if one not in ready]
         request.followers = [one for one in request.followers if one not in ready]
         return ready

@@ -25,6 +25,7 @@ from kittiwake.server.engine_client import (
     PromptScores,
     Submission,
 )
+from kittiwake.server.gate import is_loopback
 from kittiwake.server.schema import SamplingFields
 from kittiwake.text.chat import TEMPLATES, ChatTemplate
 from kittiwake.text.tokenizer import Tokenizer
@@ -97,6 +98,16 @@ class Service:
                 code="model_not_found",
             )
         return served
+
+    def check_may_control(self) -> None:
+        """Raise ApiError (403) where anyone at all could change, or look at, the states that others work with."""
+        if not self.config.api_keys and not is_loopback(self.config.host):
+            raise ApiError(403, "states need an API key on a server that others can reach (start it with --api-key)")
+
+    def check_states_of(self, asked: SamplingFields) -> None:
+        """The same of a request for text, if it names a state."""
+        if asked.state is not None or asked.keep_state is not None:
+            self.check_may_control()
 
     def head(self, prefix: str, served: Served) -> Head:
         """A new answer."""

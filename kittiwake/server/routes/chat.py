@@ -37,6 +37,7 @@ def chat_router(service: Service) -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         asked = await read_json(request, ChatRequest, service.config.max_body_bytes)
+        service.check_states_of(asked)
         served = service.model(asked.model)
         params = chat_params(asked, service.config)
         check_size(service, 1, params, bool(asked.stream))

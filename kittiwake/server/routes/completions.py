@@ -34,6 +34,7 @@ def completions_router(service: Service) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         asked = await read_json(request, CompletionRequest, service.config.max_body_bytes)
+        service.check_states_of(asked)
         served = service.model(asked.model)
         params = completion_params(asked, service.config)
         prompts = as_prompts(asked.prompt)

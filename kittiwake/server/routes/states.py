@@ -19,7 +19,6 @@ from kittiwake.server.api_errors import ApiError, JsonResponse
 from kittiwake.server.body import read_json, save_body
 from kittiwake.server.conversation import check_messages, render_seen, with_reasoning
 from kittiwake.server.engine_client import EngineError, NamedState, Submission
-from kittiwake.server.gate import is_loopback
 from kittiwake.server.openapi import answers_in, body_of, upload_body
 from kittiwake.server.routes.chat import text_size
 from kittiwake.server.routes.completions import encode
@@ -35,14 +34,9 @@ def states_router(service: Service) -> APIRouter:
     router = APIRouter()
     config = service.config
 
-    def check_may_control() -> None:
-        """Raise ApiError (403) where anyone at all could change what others work with."""
-        if not config.api_keys and not is_loopback(config.host):
-            raise ApiError(403, "states need an API key on a server that others can reach (start it with --api-key)")
-
     @router.get("/v1/states", summary="All named states", responses=answers_in("list", 403))
     async def list_states() -> Response:
-        check_may_control()
+        service.check_may_control()
         return JsonResponse({"object": "list", "data": [_shown(one) for one in await service.client.list_states()]})
 
     @router.post(
@@ -53,7 +47,7 @@ def states_router(service: Service) -> APIRouter:
         responses=answers_in("state", 403, 404, 409, 429, ok=201),
     )
     async def make_state(request: Request) -> Response:
-        check_may_control()
+        service.check_may_control()
         asked = await read_json(request, MakeStateRequest, config.max_body_bytes)
         served = service.model(asked.model)
         follows = asked.state is not None and (await service.client.get_state(asked.state)).tokens > 0
@@ -71,7 +65,7 @@ def states_router(service: Service) -> APIRouter:
 
     @router.get("/v1/states/{name}", summary="One of them", responses=answers_in("state", 403, 404))
     async def get_state(name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         return JsonResponse(_shown(await service.client.get_state(name)))
 
@@ -87,7 +81,7 @@ def states_router(service: Service) -> APIRouter:
         name: str = _NAME,
         transpose: bool = Query(False, description="matrices of an initial state are [K, V] a head"),
     ) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/octet-stream":
@@ -109,7 +103,7 @@ def states_router(service: Service) -> APIRouter:
         responses=answers_in("bytes", 403, 404),
     )
     async def download_state(name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         folder = tempfile.TemporaryDirectory(prefix="kittiwake-download-")
         try:
@@ -133,14 +127,14 @@ def states_router(service: Service) -> APIRouter:
         responses=answers_in("state", 403, 404, 409, ok=201),
     )
     async def fork_state(request: Request, name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         asked = await read_json(request, ForkStateRequest, config.max_body_bytes)
         return JsonResponse(_shown(await service.client.fork_state(name, asked.name)), 201)
 
     @router.delete("/v1/states/{name}", summary="Forget a state", responses=answers_in("deleted", 403, 404))
     async def delete_state(name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         await service.client.delete_state(name)
         return JsonResponse({"id": name, "object": "state.deleted", "deleted": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import pytest
 import uvicorn
 
 from kittiwake.config import ServerConfig
-from kittiwake.server.connections import bind_listeners
+from kittiwake.server.connections import LimitedProtocol, bind_listeners
 from kittiwake.server.worker import make_server
 
 from .running import run, until
@@ -142,6 +143,19 @@ def test_a_slow_second_request_is_cut_off_like_a_first_one() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("second", [b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc", b"GET / HT"])
+def test_a_slow_request_that_came_with_the_one_before_is_cut_off_too(second: bytes) -> None:
+    app = App()
+
+    async def work() -> None:
+        async with serving(app, replace(CONFIG, keep_alive_s=60.0)) as (port, server):
+            data, _ = await _ask(port, GET + second)
+            assert data.count(b"HTTP/1.1") == 2 and b" 200 OK" in data and b" 408 " in data
+            await until(lambda: app.running == 0 and not server.server_state.connections)
+
+    run(work())
+
+
 def test_a_body_may_take_its_time_as_long_as_it_comes() -> None:
     async def work() -> None:
         async with serving(App()) as (port, _):
@@ -184,6 +198,35 @@ def test_a_client_that_reads_slowly_is_served() -> None:
     run(work())
 
 
+def test_a_long_answer_is_not_broken_off_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Long(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                await super().__call__(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+            await send({"type": "http.response.body", "body": b"x" * size, "more_body": False})
+
+    size, rounds = 8 << 20, []
+    watch = LimitedProtocol._watch_writing
+    monkeypatch.setattr(LimitedProtocol, "_watch_writing", lambda self: (rounds.append(1), watch(self))[1])
+
+    async def work() -> None:
+        async with serving(Long(), replace(CONFIG, write_timeout_s=1.0)) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+            writer.write(GET)
+            await reader.readuntil(b"\r\n\r\n")
+            read = 0
+            while not reader.at_eof():
+                read += len(await reader.read(1 << 17))
+                await asyncio.sleep(0 if len(rounds) > 2 else 0.05)  # as slowly as it takes
+            writer.close()
+        assert len(rounds) > 2
+        assert size <= read < size + 10_000  # with the sizes of its chunks
+
+    run(work())
+
+
 def test_a_half_closed_client_is_gone() -> None:
     app = App()
 
@@ -204,7 +247,37 @@ def test_heads_are_bounded() -> None:
     async def work() -> None:
         async with serving(App()) as (port, _):
             data, _ = await _ask(port, b"GET / HTTP/1.1\r\nx: " + b"y" * 10_000)
-            assert data.startswith(b"HTTP/1.1 400 ")
+            _refused(data)
+
+    run(work())
+
+
+def _refused(data: bytes) -> None:
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_http")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["TLS", "no host", "two hosts", "a length below zero", "a bad chunk"],
+)
+def test_what_is_no_http_is_refused_as_everything_is(sent: bytes) -> None:
+    app = App()
+
+    async def work() -> None:
+        async with serving(app) as (port, server):
+            _refused((await _ask(port, sent))[0])
+            assert b"200 OK" in (await _ask(port, GET))[0]
+            await until(lambda: app.running == 0 and not server.server_state.connections)
 
     run(work())
 

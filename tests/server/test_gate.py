@@ -141,6 +141,9 @@ async def test_what_is_not_there() -> None:
         answer = await client.get("/v1/chat/completions")
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         error_of(answer)
+        answer = await client.post("/v1/chat/completions/", json={"messages": HI})
+        assert answer.status_code == 404 and "location" not in answer.headers
+        error_of(answer)
 
 
 @pytest.mark.parametrize(

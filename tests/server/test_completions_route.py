@@ -281,3 +281,20 @@ async def test_an_answer_cannot_be_made_huge() -> None:
     async with asking(engine) as client:
         answer = await client.post(PATH, json={"prompt": "a" * 50_000, "echo": True, "logprobs": 20})
         assert answer.status_code == 400 and error_of(answer)["param"] == "logprobs"
+
+
+@in_loop
+async def test_a_long_prompt_is_not_copied_for_too_many_answers() -> None:
+    engine = StubEngine()
+    async with asking(engine) as client:
+        for ask in (
+            (PATH, {"prompt": "a" * 70_000, "n": 256, "max_tokens": 1}),
+            (PATH, {"prompt": ["a" * 10_000] * 50, "n": 5, "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 70_000}], "n": 256}),
+        ):
+            fits = ask[1].get("n") == 5
+            answer = await client.post(ask[0], json=ask[1])
+            assert answer.status_code == (200 if fits else 400), answer.text
+            if not fits:
+                assert (error_of(answer)["param"], error_of(answer)["code"]) == ("n", "too_many")
+    assert len(engine.submitted) == 50

@@ -14,7 +14,7 @@ from kittiwake.server.api_errors import ApiError
 from kittiwake.server.body import read_json
 from kittiwake.server.openapi import answers_in, body_of
 from kittiwake.server.params import completion_params
-from kittiwake.server.routes.answering import answer, check_echo, check_size, wishes
+from kittiwake.server.routes.answering import answer, check_copies, check_echo, check_size, wishes
 from kittiwake.server.schema import CompletionRequest
 from kittiwake.server.service import Served, Service, beside, later
 from kittiwake.server.sse import ClientGoneError, while_connected
@@ -44,6 +44,7 @@ def completions_router(service: Service) -> APIRouter:
             )
         size = sum(len(prompt) for prompt in prompts)
         ids = await beside(size, "prompt", lambda: [encode(served, p, bool(asked.parse_special)) for p in prompts])
+        check_copies(sum(map(len, ids)), params.n)
         submissions = [service.submission(request, asked, one, params) for one in ids]
         scores, echoed = None, None
         if asked.echo:

@@ -21,6 +21,8 @@ from kittiwake.server.worker import make_server
 from .running import run, until
 
 CONFIG = ServerConfig(header_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=1.0, max_header_bytes=4096)
+PATIENT = replace(CONFIG, header_timeout_s=60.0, write_timeout_s=60.0, keep_alive_s=60.0)
+"""For tests that wait for none of these, however slow the machine is."""
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -81,7 +83,7 @@ async def _ask(port: int, *parts: bytes, pause_s: float = 0.0) -> tuple[bytes, f
         writer.write(part)
         await asyncio.sleep(pause_s)
     try:
-        data = await asyncio.wait_for(reader.read(), 10)
+        data = await asyncio.wait_for(reader.read(), 60)
     except ConnectionError:
         data = b""
     writer.close()
@@ -90,10 +92,10 @@ async def _ask(port: int, *parts: bytes, pause_s: float = 0.0) -> tuple[bytes, f
 
 def test_an_answer_and_the_next_one_on_the_same_connection() -> None:
     async def work() -> None:
-        async with serving(App()) as (port, _):
+        async with serving(App(), replace(PATIENT, keep_alive_s=2.0)) as (port, _):
             data, seconds = await _ask(port, GET, GET, pause_s=0.4)
             assert data.count(b"200 OK") == 2
-            assert 1.0 < seconds < 5
+            assert seconds > 2.0
 
     run(work())
 
@@ -109,7 +111,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
         async with serving(app) as (port, server):
             data, seconds = await _ask(port, sent)
             assert data.startswith(b"HTTP/1.1 408 ") and b'"code":"timeout"' in data
-            assert 0.2 < seconds < 3
+            assert seconds > 0.2
             await until(lambda: app.running == 0 and not server.server_state.connections)
 
     run(work())
@@ -117,17 +119,19 @@ def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
 
 def test_a_head_that_trickles_in_is_not_waited_for_either() -> None:
     async def work() -> None:
-        async with serving(App()) as (port, _):
+        async with serving(App(), replace(PATIENT, header_timeout_s=0.3)) as (port, _):
             # Each piece comes in time, but a head has one time for all of it.
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            started_s = time.monotonic()
             writer.write(b"GET / HTTP/1.1\r\n")
-            while not reader.at_eof() and time.monotonic() - started_s < 5:
-                writer.write(b"x")
-                await asyncio.sleep(0.05)
-                if reader._buffer:  # type: ignore[attr-defined]
-                    break
-            assert time.monotonic() - started_s < 2
+
+            async def trickle() -> None:
+                while True:
+                    writer.write(b"x")
+                    await asyncio.sleep(0.05)
+
+            trickling = asyncio.create_task(trickle())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            trickling.cancel()
             writer.close()
 
     run(work())
@@ -135,10 +139,9 @@ def test_a_head_that_trickles_in_is_not_waited_for_either() -> None:
 
 def test_a_slow_second_request_is_cut_off_like_a_first_one() -> None:
     async def work() -> None:
-        async with serving(App()) as (port, _):
-            data, seconds = await _ask(port, GET, b"GET / HT", pause_s=0.1)
+        async with serving(App(), replace(PATIENT, header_timeout_s=0.3)) as (port, _):
+            data, _ = await _ask(port, GET, b"GET / HT", pause_s=0.1)
             assert data.count(b"HTTP/1.1") == 2 and b"408" in data
-            assert seconds < 1.0
 
     run(work())
 
@@ -148,7 +151,7 @@ def test_a_slow_request_that_came_with_the_one_before_is_cut_off_too(second: byt
     app = App()
 
     async def work() -> None:
-        async with serving(app, replace(CONFIG, keep_alive_s=60.0)) as (port, server):
+        async with serving(app, replace(PATIENT, header_timeout_s=0.3)) as (port, server):
             data, _ = await _ask(port, GET + second)
             assert data.count(b"HTTP/1.1") == 2 and b" 200 OK" in data and b" 408 " in data
             await until(lambda: app.running == 0 and not server.server_state.connections)
@@ -158,10 +161,10 @@ def test_a_slow_request_that_came_with_the_one_before_is_cut_off_too(second: byt
 
 def test_a_body_may_take_its_time_as_long_as_it_comes() -> None:
     async def work() -> None:
-        async with serving(App()) as (port, _):
+        async with serving(App(), replace(PATIENT, header_timeout_s=1.2)) as (port, _):
             head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 8\r\n\r\n"
-            data, seconds = await _ask(port, head, *[b"x"] * 8, pause_s=0.15)
-            assert data.endswith(b"\r\n\r\n8") and seconds > 1.0
+            data, seconds = await _ask(port, head, *[b"x"] * 8, pause_s=0.2)
+            assert data.endswith(b"\r\n\r\n8") and seconds > 1.2
 
     run(work())
 
@@ -185,11 +188,11 @@ def test_a_client_that_reads_slowly_is_served() -> None:
     app = App()
 
     async def work() -> None:
-        async with serving(app) as (port, _):
+        async with serving(app, replace(PATIENT, write_timeout_s=1.5)) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
             for _ in range(15):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.15)
                 assert await reader.read(1 << 20)
             assert app.running == 1
             writer.close()
@@ -212,16 +215,16 @@ def test_a_long_answer_is_not_broken_off_while_it_is_read(monkeypatch: pytest.Mo
     monkeypatch.setattr(LimitedProtocol, "_watch_writing", lambda self: (rounds.append(1), watch(self))[1])
 
     async def work() -> None:
-        async with serving(Long(), replace(CONFIG, write_timeout_s=1.0)) as (port, _):
+        async with serving(Long(), replace(PATIENT, write_timeout_s=1.0)) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
             writer.write(GET)
             await reader.readuntil(b"\r\n\r\n")
             read = 0
             while not reader.at_eof():
                 read += len(await reader.read(1 << 17))
-                await asyncio.sleep(0 if len(rounds) > 2 else 0.05)  # as slowly as it takes
+                await asyncio.sleep(0 if len(rounds) > 1 else 0.05)  # as slowly as it takes
             writer.close()
-        assert len(rounds) > 2
+        assert len(rounds) > 1
         assert size <= read < size + 10_000  # with the sizes of its chunks
 
     run(work())
@@ -231,7 +234,7 @@ def test_a_half_closed_client_is_gone() -> None:
     app = App()
 
     async def work() -> None:
-        async with serving(app) as (port, server):
+        async with serving(app, PATIENT) as (port, server):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.read(1000)
@@ -245,7 +248,7 @@ def test_a_half_closed_client_is_gone() -> None:
 
 def test_heads_are_bounded() -> None:
     async def work() -> None:
-        async with serving(App()) as (port, _):
+        async with serving(App(), PATIENT) as (port, _):
             data, _ = await _ask(port, b"GET / HTTP/1.1\r\nx: " + b"y" * 10_000)
             _refused(data)
 
@@ -274,9 +277,9 @@ def test_what_is_no_http_is_refused_as_everything_is(sent: bytes) -> None:
     app = App()
 
     async def work() -> None:
-        async with serving(app) as (port, server):
+        async with serving(app, PATIENT) as (port, server):
             _refused((await _ask(port, sent))[0])
-            assert b"200 OK" in (await _ask(port, GET))[0]
+            assert b"200 OK" in (await _ask(port, GET.replace(b"host", b"connection: close\r\nhost")))[0]
             await until(lambda: app.running == 0 and not server.server_state.connections)
 
     run(work())
@@ -284,7 +287,7 @@ def test_what_is_no_http_is_refused_as_everything_is(sent: bytes) -> None:
 
 def test_connections_are_bounded() -> None:
     async def work() -> None:
-        async with serving(App(), replace(CONFIG, max_connections=3, header_timeout_s=5.0)) as (port, server):
+        async with serving(App(), replace(PATIENT, max_connections=3)) as (port, server):
             held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             await until(lambda: len(server.server_state.connections) == 3)
             assert (await _ask(port, GET))[0] == b""

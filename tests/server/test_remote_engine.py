@@ -451,7 +451,7 @@ def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
 
     async def refused(call: Awaitable[object]) -> None:
         with pytest.raises(EngineError) as caught:
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, 60)
         assert caught.value.http_status == 500 and "inside" not in str(caught.value)
 
     async def work() -> None:
@@ -509,12 +509,12 @@ def test_a_request_has_its_deadline_even_where_the_engine_hangs(
     works = runner.run
 
     def hang(batch: Batch) -> np.ndarray:
-        goes_on.wait(20)
+        goes_on.wait(100)
         return works(batch)
 
     async def given_up(client: RemoteEngine) -> None:
         with pytest.raises(EngineError) as caught:
-            await asyncio.wait_for(_answer(client), 10)
+            await asyncio.wait_for(_answer(client), 60)
         assert (caught.value.http_status, caught.value.failure.code) == (504, "deadline")
 
     async def _answer(client: RemoteEngine) -> None:
@@ -526,7 +526,7 @@ def test_a_request_has_its_deadline_even_where_the_engine_hangs(
             await given_up(client)  # taken, and then nothing
             await given_up(client)  # not even taken
             with pytest.raises(EngineError) as caught:
-                await asyncio.wait_for(client.get_state("s"), 10)
+                await asyncio.wait_for(client.get_state("s"), 60)
             assert caught.value.http_status == 503 and "has not answered" in str(caught.value)
             goes_on.set()
             runner.run = works  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
 from kittiwake.engine.token_tree import as_tokens
 from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
 from kittiwake.families.contract import Model, SequencesError
+from kittiwake.text.stops import StopMatcher
 from kittiwake.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -164,14 +165,14 @@ class Engine:
         """
         how = options or RequestOptions()
         self.check(prompt_ids, params, start_from, how)
-        prompt = list(map(int, prompt_ids))
+        prompt, stops = list(map(int, prompt_ids)), StopMatcher(params.stop)
         with self._lock:
             self._check_queue(how.client)
             requests = []
             for index in range(params.n):
                 request = Request(
                     id=next(self._ids),
-                    answer=Answer(self.tokenizer, params.for_sample(index)),
+                    answer=Answer(self.tokenizer, params.for_sample(index), stops),
                     tokens=prompt,
                     fed=0,
                     keep_state=keep_state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from dataclasses import replace
@@ -13,6 +14,7 @@ from fastapi import Path as InPath
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from kittiwake.engine.request import SamplingParams
 from kittiwake.server.api_errors import ApiError, JsonResponse
@@ -25,6 +27,8 @@ from kittiwake.server.routes.completions import encode
 from kittiwake.server.schema import STATE_NAME, ForkStateRequest, MakeStateRequest
 from kittiwake.server.service import Served, Service, beside
 from kittiwake.server.sse import ClientGoneError, while_connected
+
+logger = logging.getLogger("kittiwake.server")
 
 _NAME = InPath(pattern=STATE_NAME, description="name of a state")
 
@@ -86,7 +90,7 @@ def states_router(service: Service) -> APIRouter:
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/octet-stream":
             raise ApiError(415, f"the content type is {kind[:80]!r}, expected application/octet-stream")
-        with tempfile.TemporaryDirectory(prefix="kittiwake-upload-") as folder:
+        with _temporary_folder("upload") as folder:
             path = Path(folder) / "upload"
             if await save_body(request, path, config.max_state_bytes) == 0:
                 raise ApiError(400, "the body is empty, expected the bytes of a state", code="invalid_value")
@@ -100,22 +104,23 @@ def states_router(service: Service) -> APIRouter:
     @router.get(
         "/v1/states/{name}/content",
         summary="Download a state: kittiwake run --load-state reads it, and PUT takes it back",
-        responses=answers_in("bytes", 403, 404),
+        responses=answers_in("bytes", 403, 404, 507),
     )
     async def download_state(name: str = _NAME) -> Response:
         service.check_may_control()
         _check_name(name)
-        folder = tempfile.TemporaryDirectory(prefix="kittiwake-download-")
+        folder = _temporary_folder("download")
         try:
             path = Path(folder.name) / "state"
             await service.client.export_state(name, path)
         except BaseException:
             folder.cleanup()
             raise
-        return FileResponse(
+        return _WholeFile(
             path,
             media_type="application/octet-stream",
             filename=f"{name}.state",
+            headers={"accept-ranges": "none"},
             background=BackgroundTask(folder.cleanup),
         )
 
@@ -140,6 +145,24 @@ def states_router(service: Service) -> APIRouter:
         return JsonResponse({"id": name, "object": "state.deleted", "deleted": True})
 
     return router
+
+
+class _WholeFile(FileResponse):
+    """A file that is never sent in parts: each request writes it anew, so that parts of two may not fit together."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        headers = [one for one in scope["headers"] if one[0] not in (b"range", b"if-range")]
+        await super().__call__({**scope, "headers": headers}, receive, send)
+
+
+def _temporary_folder(what: str) -> tempfile.TemporaryDirectory[str]:
+    """Raises ApiError (507) where none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=f"kittiwake-{what}-")
+    except OSError as error:
+        logger.error("no temporary folder can be made: %s", error)
+        raise ApiError(507, "the server has no room for temporary files; its log says why") from None
 
 
 def _check_name(name: str) -> None:

@@ -37,6 +37,7 @@ from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
 from kittiwake.engine.token_tree import as_tokens
 from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
 from kittiwake.families.contract import Model, SequencesError
+from kittiwake.text.stops import StopMatcher
 from kittiwake.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ class Engine:
         if len(prompt_ids) == 0 and (start_from is None or start_from.logits is None):
             raise RequestError("the prompt is empty", "give at least one token; some models begin with token 0")
         for kind, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-                    raise RequestError(f"{kind} holds {token!r}, which is no token id from 0 to {vocab - 1}")
+            if not _are_ids(ids, vocab):
+                wrong = next(token for token in ids if not _are_ids((token,), vocab))
+                raise RequestError(f"{kind} holds {wrong!r}, which is no token id from 0 to {vocab - 1}")
         for token in params.logit_bias:
             if not (token < vocab and self.tokenizer.is_valid(token)):
                 raise RequestError(f"logit_bias names token {token}, which this model's tokenizer does not use")
@@ -164,15 +165,15 @@ class Engine:
         """
         how = options or RequestOptions()
         self.check(prompt_ids, params, start_from, how)
-        prompt = [int(token) for token in prompt_ids]
+        prompt, stops = list(map(int, prompt_ids)), StopMatcher(params.stop)
         with self._lock:
             self._check_queue(how.client)
             requests = []
             for index in range(params.n):
                 request = Request(
                     id=next(self._ids),
-                    answer=Answer(self.tokenizer, params.for_sample(index)),
-                    tokens=list(prompt),
+                    answer=Answer(self.tokenizer, params.for_sample(index), stops),
+                    tokens=prompt,
                     fed=0,
                     keep_state=keep_state,
                     start_from=start_from,
@@ -184,13 +185,14 @@ class Engine:
                 if start_from is not None:
                     request.base = start_from.saved.position
                     request.logits = start_from.logits
-                self._reuse.open(request)
                 if how.deadline_s is not None:
                     heapq.heappush(self._deadlines, (request.added_s + how.deadline_s, request.id))
                 self._requests[request.id] = request
                 self._of_client[how.client] += 1
                 self._outbox[request.id] = []
                 requests.append(request)
+            self._reuse.open(requests)
+            self._drop_old_deadlines()
             self._scheduler.add(_leader(requests))
             return [request.id for request in requests]
 
@@ -248,6 +250,12 @@ class Engine:
                 error = DeadlineError(f"the request had not ended after {limit:g} s, with {drawn} tokens drawn")
                 self._cut_short(request, "error", error)
         return ended
+
+    def _drop_old_deadlines(self) -> None:
+        """Forget those of requests that have ended, now and then: under load there may never be a moment without any."""
+        if len(self._deadlines) > 2 * len(self._requests) + _FEW_DEADLINES:
+            self._deadlines = [one for one in self._deadlines if one[1] in self._requests]
+            heapq.heapify(self._deadlines)
 
     def _note_admitted(self, requests: list[Request]) -> None:
         for request in requests:
@@ -607,6 +615,17 @@ class Engine:
         """Let the cache write what it has still to write. The engine is not to be used any more."""
         if self._cache is not None:
             self._cache.close()
+
+
+_FEW_DEADLINES = 64
+
+
+def _are_ids(ids: Sequence[int], vocab: int) -> bool:
+    """Whether all of these are ids of a vocabulary; quick, since a prompt may be long and others wait meanwhile."""
+    if len(ids) == 0:
+        return True
+    kinds = set(map(type, ids))
+    return all(kind is int or issubclass(kind, np.integer) for kind in kinds) and min(ids) >= 0 and max(ids) < vocab
 
 
 def _leader(requests: list[Request]) -> Request:

@@ -40,7 +40,7 @@ class Request:
     id: int
     answer: Answer
     tokens: list[int]
-    """Prompt and drawn tokens, those that its slot has eaten or will eat."""
+    """Prompt and drawn tokens, those that its slot has eaten or will eat. Its own once it has a slot."""
     fed: int
     """How many of ``tokens`` the slot has eaten."""
     keep_state: bool
@@ -223,6 +223,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         """Bring the slot to where the request goes on from."""
+        request.tokens = list(request.tokens)  # samples share a prompt until they draw
         if request.resume is not None:
             self._states.restore(request.slot, request.resume.saved)
             request.fed, request.logits = request.resume.count, request.resume.logits

@@ -16,7 +16,7 @@ from kittiwake.engine import named_states
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.named_states import NamedStates
 from kittiwake.engine.request import CacheHints, Delta, KeptState, RequestOptions, TokenLogprob
-from kittiwake.engine.scoring import Given, Scored, Steps, prefill_steps, score_steps
+from kittiwake.engine.scoring import SCORE_ROWS, Given, Scored, Steps, prefill_steps, score_steps
 from kittiwake.errors import (
     DeadlineError,
     KittiwakeError,
@@ -107,7 +107,9 @@ class EngineHost:
         self._samples: dict[int, _Sample] = {}
         self._requests: dict[Caller, list[int]] = {}
         self._jobs: deque[_Job] = deque()
-        self._digests: dict[str, tuple[KeptState, str]] = {}
+        chunk = llm.config.prefill_chunk
+        self._job_rows = min(chunk, SCORE_ROWS) if chunk > 0 else SCORE_ROWS
+        """Most rows in a forward of a verb, which stands between two steps of those who decode."""
 
     @property
     def has_work(self) -> bool:
@@ -294,7 +296,7 @@ class EngineHost:
         self.engine.check(ids, verb.submission.params, start)
         self._log_prompt(verb.submission)
         given = Given(np.asarray(ids, dtype=np.int64), start)
-        steps = score_steps(self._llm.loaded.model, [given], top=verb.top)
+        steps = score_steps(self._llm.loaded.model, [given], top=verb.top, max_rows=self._job_rows)
         return _Job(caller, self._scores(ids, steps), lambda scores: scores)
 
     def _scores(self, ids: tuple[int, ...], steps: Steps[list[Scored]]) -> Steps[PromptScores]:
@@ -323,7 +325,7 @@ class EngineHost:
         self.engine.check(ids, verb.submission.params, start)
         self._log_prompt(verb.submission)
         given = Given(np.asarray(ids, dtype=np.int64), start)
-        steps = prefill_steps(self._llm.loaded.model, given)
+        steps = prefill_steps(self._llm.loaded.model, given, max_rows=self._job_rows)
         return _Job(caller, steps, lambda kept: self._shown(self._states.save(verb.name, kept)))
 
     def _import(self, verb: wire.ImportState) -> NamedState:
@@ -346,12 +348,11 @@ class EngineHost:
     def _start(self, submission: Submission) -> KeptState | None:
         return None if submission.start_from is None else self._states.get(submission.start_from).kept
 
-    def _shown(self, state: named_states.NamedState) -> NamedState:
-        known = self._digests.get(state.name)
-        if known is None or known[0] is not state.kept:
-            known = self._digests[state.name] = (state.kept, state.kept.saved.digest)
+    @staticmethod
+    def _shown(state: named_states.NamedState) -> NamedState:
+        kept = state.kept
         return NamedState(
-            state.name, state.tokens, state.nbytes, int(state.created_s), digest=known[1], initial=state.kept.initial
+            state.name, state.tokens, state.nbytes, int(state.created_s), digest=kept.saved.digest, initial=kept.initial
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from copy import copy
 from typing import NamedTuple
 
 from kittiwake.errors import RequestError
@@ -45,6 +46,12 @@ class StopMatcher:
         self._tail: deque[str] = deque()
         self._accepted_chars = 0
         self._hit: str | None = None
+
+    def another(self) -> StopMatcher:
+        """A matcher for another text. It shares the automaton, which takes time and memory to make."""
+        twin = copy(self)
+        twin._node, twin._tail, twin._accepted_chars, twin._hit = 0, deque(), 0, None
+        return twin
 
     def push(self, text: str) -> StopResult:
         """Take the next piece of text; returns what is decided to be output and the stop string found, if any.

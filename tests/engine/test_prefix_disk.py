@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,6 +336,46 @@ def test_files_of_other_models_builds_and_formats_are_left_alone(tiers: Tiers) -
     put(tier, tokens)
     for other in [*others, {}]:
         assert same(tiers(**other).load("", tokens), tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["before the start", "while it is served"])
+def test_a_file_that_cannot_be_read_is_left_alone(
+    tiers: Tiers, is_running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tiers(), text(9))
+    (path,) = tiers.folder.iterdir()
+    works = Path.open
+
+    def refuse(self: Path, *more: Any, **named: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return works(self, *more, **named)
+
+    tier = tiers() if is_running else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        tier = tier or tiers()
+        assert tier.load("", text(9)) is None
+        stats = tier.stats()
+        assert (stats.foreign, stats.corrupt, stats.entries, stats.bytes) == (1, 0, 0, path.stat().st_size)
+        put(tier, text(9, 1))
+    assert same(tiers().load("", text(9)), text(9)) and len(tiers.names()) == 2
+
+
+def test_a_damaged_file_in_a_folder_that_is_read_only_stops_nothing(tiers: Tiers) -> None:
+    class ReadOnly(Files):
+        def remove(self, path: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    put(tiers(), text(5), np.concatenate([text(5), text(5, 1)]))
+    long, short = sorted(tiers.folder.iterdir(), key=lambda path: -path.stat().st_size)
+    long.write_bytes(long.read_bytes()[:-1] + b"?")
+    (tiers.folder / f"{'0' * 40}.prefix").write_bytes(b"nonsense")
+    tier = tiers(files=ReadOnly())
+    assert same(tier.load("", np.concatenate([text(5), text(5, 1)])), text(5))
+    stats = tier.stats()
+    assert (stats.corrupt, stats.entries) == (2, 1)
+    assert stats.bytes == sum(path.stat().st_size for path in tiers.folder.iterdir()) and short.exists()
 
 
 def test_a_newer_format_is_left_alone(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:

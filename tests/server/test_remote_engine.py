@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +190,19 @@ def test_a_slow_reader_is_bounded_and_dropped(engine: RunningEngine, folder: Pat
     run(work())
 
 
+def test_one_who_reads_what_comes_is_not_too_slow_however_much_comes_at_once(
+    engine: RunningEngine, folder: Path
+) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True, n=4, seed=1, logprobs=True, top_logprobs=20)
+
+    async def work() -> None:
+        async with client_of(folder, max_buffered_bytes=4096) as client:
+            events = await _all(await client.submit(_ask("x", params)))
+        assert sum(len(event.token_ids) for event in events) == 120
+
+    run(work())
+
+
 def test_a_worker_that_is_gone_has_its_requests_ended(engine: RunningEngine, folder: Path) -> None:
     async def work() -> None:
         async with client_of(folder, "http1") as client:
@@ -313,6 +328,49 @@ def test_named_states_are_made_kept_forked_saved_and_loaded(
     run(work())
 
 
+def test_a_state_that_is_deleted_or_replaced_is_held_by_nobody(engine: RunningEngine, folder: Path) -> None:
+    def held() -> weakref.ref[object]:
+        return weakref.ref(engine.host._states.get("story").kept)
+
+    async def work() -> None:
+        async with client_of(folder) as client:
+            await client.make_state("story", _ask("Once upon"))
+            first = held()
+            await client.get_state("story")
+            await _all(await client.submit(_ask("Twice", keep_as="story")))
+            second = held()
+            await client.list_states()
+            await client.delete_state("story")
+            await until(lambda: engine.is_idle)
+            gc.collect()
+            assert first() is None and second() is None
+
+    run(work())
+
+
+def test_verbs_halt_as_often_as_prompts_do_beside_others(folder: Path) -> None:
+    rows: list[int] = []
+    with running_engine(folder, slots=4, prefill_chunk=16) as engine:
+        model = engine.llm.loaded.model
+        works = model.forward
+
+        def forward(batch: Batch, *more: object, **named: object) -> object:
+            rows.append(batch.rows)
+            return works(batch, *more, **named)  # type: ignore[arg-type]
+
+        async def work() -> None:
+            async with client_of(folder) as client:
+                await client.make_state("story", _ask("x" * 100))
+                await client.score(_ask("x" * 100), 0)
+
+        model.forward = forward  # type: ignore[assignment, method-assign]
+        try:
+            run(work())
+        finally:
+            del model.forward
+    assert sum(rows) == 100 + 99 and max(rows) == 16
+
+
 def test_figures_are_told(engine: RunningEngine, folder: Path) -> None:
     async def work() -> str:
         async with client_of(folder) as client:
@@ -393,7 +451,7 @@ def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
 
     async def refused(call: Awaitable[object]) -> None:
         with pytest.raises(EngineError) as caught:
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, 60)
         assert caught.value.http_status == 500 and "inside" not in str(caught.value)
 
     async def work() -> None:
@@ -451,12 +509,12 @@ def test_a_request_has_its_deadline_even_where_the_engine_hangs(
     works = runner.run
 
     def hang(batch: Batch) -> np.ndarray:
-        goes_on.wait(20)
+        goes_on.wait(100)
         return works(batch)
 
     async def given_up(client: RemoteEngine) -> None:
         with pytest.raises(EngineError) as caught:
-            await asyncio.wait_for(_answer(client), 10)
+            await asyncio.wait_for(_answer(client), 60)
         assert (caught.value.http_status, caught.value.failure.code) == (504, "deadline")
 
     async def _answer(client: RemoteEngine) -> None:
@@ -468,7 +526,7 @@ def test_a_request_has_its_deadline_even_where_the_engine_hangs(
             await given_up(client)  # taken, and then nothing
             await given_up(client)  # not even taken
             with pytest.raises(EngineError) as caught:
-                await asyncio.wait_for(client.get_state("s"), 10)
+                await asyncio.wait_for(client.get_state("s"), 60)
             assert caught.value.http_status == 503 and "has not answered" in str(caught.value)
             goes_on.set()
             runner.run = works  # type: ignore[method-assign]

@@ -7,14 +7,17 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kittiwake.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _LOOKS = 6
 SPIN_COUNT = 5000
@@ -237,3 +240,51 @@ def device_memory_for(what: str, hint: str) -> Iterator[None]:
     except torch.OutOfMemoryError as err:
         said = str(err).partition("\n")[0].partition(" Of the allocated memory")[0]
         raise DeviceError(f"the card has no room for {what}: {said}", hint) from err
+
+
+class OnDevice(Protocol):
+    """What lies on one device."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where."""
+
+
+Owner = TypeVar("Owner", bound=OnDevice)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def on_its_card(
+    method: Callable[Concatenate[Owner, Parameters], Result],
+) -> Callable[Concatenate[Owner, Parameters], Result]:
+    """Decorator: within the method, the card of its owner is the current one.
+
+    Launches, streams and events are the current card's, and which one that is, every thread knows for itself: a thread
+    begins with the first.
+    """
+
+    @wraps(method)
+    def on_card(owner: Owner, /, *given: Parameters.args, **named: Parameters.kwargs) -> Result:
+        if owner.place.type != "cuda":
+            return method(owner, *given, **named)
+        import torch
+
+        with torch.cuda.device(owner.place):
+            return method(owner, *given, **named)
+
+    return on_card
+
+
+def captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what ``work`` launches on the current card; memory it asks for is the pool's, or the graph's own.
+
+    ``work`` has run before, so that nothing is compiled or loaded now. What other threads do on the card is none of the
+    capture's business, and does not end it.
+    """
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        work()
+    return graph

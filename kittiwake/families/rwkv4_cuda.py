@@ -45,9 +45,11 @@ class _Layer(GatedCudaLayer):
 class Rwkv4Cuda(GatedCuda[_Layer]):
     """An RWKV-4 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
         self._sizes = sizes
-        super().__init__(config, canonical_shapes(sizes), spec, dtype)
+        super().__init__(config, canonical_shapes(sizes), spec, dtype, place=place)
         self.output_eps = self.eps_at(sizes.layers)
         self._wkv = kernels(self.element)
 

@@ -44,9 +44,11 @@ class _Layer(MatrixCudaLayer):
 class Rwkv6Cuda(MatrixCuda):
     """An RWKV-6 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
         self._sizes = sizes
-        super().__init__(config, canonical_shapes(sizes), spec, dtype, Kind(True, True))
+        super().__init__(config, canonical_shapes(sizes), spec, dtype, Kind(True, True), place=place)
 
     def make_layer(self, index: int) -> _Layer:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""

@@ -81,8 +81,10 @@ class _Layer:
 class Rwkv7Cuda(CudaModel):
     """An RWKV-7 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
-        super().__init__(config, canonical_shapes(sizes), spec, dtype)
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
+        super().__init__(config, canonical_shapes(sizes), spec, dtype, place=place)
         self._sizes = sizes
         self._group_eps = float(config.extra["group_norm_eps"])
         self._layer_list = [_Layer(index, sizes, self) for index in range(sizes.layers)]

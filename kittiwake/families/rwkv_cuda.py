@@ -89,8 +89,16 @@ Layer = TypeVar("Layer", bound=GatedCudaLayer)
 class GatedCuda(CudaModel, Generic[Layer]):
     """An RWKV whose channel mix is gated, on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, shapes: Shapes, state_spec: StateSpec, dtype: str) -> None:
-        super().__init__(config, shapes, state_spec, dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        shapes: Shapes,
+        state_spec: StateSpec,
+        dtype: str,
+        *,
+        place: torch.device | None = None,
+    ) -> None:
+        super().__init__(config, shapes, state_spec, dtype, place=place)
         self._layer_list = [self.make_layer(index) for index in range(config.layers)]
         self._by_name = {product.name: group for group in self.groups for product in group.products}
         self._ffn = int(config.extra["ffn"])

@@ -228,11 +228,17 @@ class CudaGroup:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K, no TF32; as they were afterwards."""
+def exact_products(place: torch.device | None = None) -> Iterator[None]:
+    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K; as they were afterwards.
+
+    TF32 is no matter: no product in float32 is the library's. ``place``: where launches go; the CPU has no such flags.
+    """
+    if place is not None and place.type != "cuda":
+        yield
+        return
     flags = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
-    before = {name: getattr(flags, name) for name in ("allow_tf32", "allow_fp16_accumulation")}
+    before = {"allow_fp16_accumulation": flags.allow_fp16_accumulation}
     reductions = {}
     for kind in ("fp16", "bf16"):
         name = f"allow_{kind}_reduced_precision_reduction"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from kittiwake.device import cache_dir, usable_cores
+from kittiwake.device import cache_dir, captured, usable_cores
 from kittiwake.errors import DeviceError
 from kittiwake.layers.cuda_linear import (
     ROW_LIMITS,
@@ -200,9 +200,7 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
 
     chain()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    graph = captured(chain)
     times = []
     for _ in range(7):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

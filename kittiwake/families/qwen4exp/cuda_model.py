@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.checkpoints.row_table import RowTable
-from kittiwake.device import device_memory_for
+from kittiwake.device import captured, device_memory_for, on_its_card
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateTable
@@ -152,6 +151,7 @@ class Qwen4ExpCuda:
         if self._missing:
             raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
+    @on_its_card
     def warm_up(self, progress: Progress | None = None) -> None:
         """Prove what runs which product on this card, and compile the kernels of prompts and steps."""
         tell: Progress = progress if progress is not None else lambda what, done, total: None
@@ -183,6 +183,7 @@ class Qwen4ExpCuda:
 
     # -- running
 
+    @on_its_card
     def forward(
         self, batch: Batch, states: StateTable, *, hidden: Mapping[int, np.ndarray] | None = None
     ) -> np.ndarray:
@@ -212,10 +213,6 @@ class Qwen4ExpCuda:
         if reads.failures:
             raise SequencesError(reads.failures, out.numpy())
         return out.numpy()
-
-    def _exact(self) -> AbstractContextManager[None]:
-        """The library's flags for products; the CPU's stand-in for a card does not use it."""
-        return exact_products() if self.place.type == "cuda" else nullcontext()
 
     def _make_rooms_beside(self, states: CudaStateTable) -> None:
         """What forwards on these states need, whose size follows from the table's. Raises DeviceError."""
@@ -271,7 +268,7 @@ class Qwen4ExpCuda:
             return
         launch = self._launch(self._meta.fill(piece, seen), states, int((seen + np.diff(piece.starts)).max()))
         copies = partial(self._copy_streams, hidden, piece) if hidden else None
-        with self._exact():
+        with exact_products(self.place):
             for segment in range(self._trunk.segments):
                 self._bring_rows(segment, piece, reads)
                 self._trunk.run_segment(segment, launch, copies)
@@ -334,7 +331,7 @@ class Qwen4ExpCuda:
         """The captured launches of a shape on these states, one for each segment, captured now where they are the first."""
         if shape not in states.graphs:
             what = f"the graphs of {shape.rows} decoding sequences"
-            with device_memory_for(what, "take fewer slots"), self._exact():
+            with device_memory_for(what, "take fewer slots"), exact_products(self.place):
                 states.graphs[shape] = self._capture(shape, states)
         found: list[Any] = states.graphs[shape]
         return found
@@ -359,14 +356,9 @@ class Qwen4ExpCuda:
         torch.cuda.synchronize(self.place)
         if states.pool is None:
             states.pool = torch.cuda.graph_pool_handle()
-        graphs = []
-        for work in works:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=states.pool):
-                work()
-            graphs.append(graph)
-        return graphs
+        return [captured(work, states.pool) for work in works]
 
+    @on_its_card
     def capture_decoding(self, states: StateTable, tell: Progress | None = None) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         assert isinstance(states, CudaStateTable)

@@ -33,7 +33,7 @@ from kittiwake.families.cuda_rows import (
     shape_of,
 )
 from kittiwake.families.rwkv_names import Shapes, listed
-from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
 from kittiwake.progress import Progress
@@ -129,6 +129,10 @@ class CudaModel(ABC):
         whole = self._rooms[name]
         return whole[:, :rows] if lead else whole[:rows]
 
+    def outputs(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Room for the outputs of a group [rows, columns], which other products read: rows begin at multiples of 16 bytes."""
+        return self.room(name, rows, padded_row(columns))[:, :columns]
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the rooms made so far."""
@@ -169,7 +173,8 @@ class CudaModel(ABC):
         """Prove, and where nothing is known of this card measure, what runs which product."""
         with self._lock:
             if self._is_on_card:
-                pick_products([*self.groups, self.head], {self.head.key: torch.float32}, progress)
+                heads = {self.head.key: torch.float32}
+                pick_products([*self.groups, self.head], heads, progress, most_rows=self.most_rows)
 
     @abstractmethod
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:

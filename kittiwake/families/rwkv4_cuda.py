@@ -81,7 +81,7 @@ class Rwkv4Cuda(GatedCuda[_Layer]):
         count, width = rows.shape.rows, self.width
         mixed = self.room("mixed", count, width, lead=len(TIME_SHIFTS))
         shift(layer.time_shifts, mixed)
-        projected = self.room("projected", count, layer.projections.columns)
+        projected = self.outputs("projected", count, layer.projections.columns)
         layer.projections(mixed, projected, overlap=self.overlap)
         sums = (states.part("num")[index], states.part("den")[index], states.part("top")[index])
         given = (projected, layer.head_vectors, sums)

@@ -62,6 +62,6 @@ class Rwkv5Cuda(MatrixCuda):
         count = rows.shape.rows
         mixed = self.room("mixed", count, self.width, lead=len(layer.time_mixes))
         shift(layer.time_mixes, mixed)
-        projected = self.room("projected", count, layer.projections.columns)
+        projected = self.outputs("projected", count, layer.projections.columns)
         layer.projections(mixed, projected, overlap=self.overlap)
         self.recur(layer, projected, self.wkv_state(states, index), rows, out)

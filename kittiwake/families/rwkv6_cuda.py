@@ -65,7 +65,7 @@ class Rwkv6Cuda(MatrixCuda):
     ) -> None:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""
         assert isinstance(layer, _Layer)
-        projected = self.room("projected", rows.shape.rows, layer.projections.columns)
+        projected = self.outputs("projected", rows.shape.rows, layer.projections.columns)
         layer.projections(self._mixed(layer, shift, rows.shape.rows), projected, overlap=self.overlap)
         self.recur(layer, projected, self.wkv_state(states, index), rows, out)
 
@@ -74,9 +74,9 @@ class Rwkv6Cuda(MatrixCuda):
         z = self.room("z", count, self.width, lead=1)
         kept = self.room("kept", count, self.width, lead=2, dtype=torch.float32)
         shift(layer.mix_x, z, kept=kept)
-        down = self.room("mix_down", count, layer.mix_down.columns)
+        down = self.outputs("mix_down", count, layer.mix_down.columns)
         layer.mix_down(z[0], down, overlap=self.overlap)
-        low = self.room("mix_low", count, layer.mix_up.columns)
+        low = self.outputs("mix_low", count, layer.mix_up.columns)
         layer.mix_up(down, low, overlap=self.overlap)
         mixed = self.room("mixed", count, self.width, lead=len(MIXES))
         close_mix(kept, low, layer.time_mixes, mixed, overlap=self.overlap)

@@ -148,8 +148,7 @@ class GatedCuda(CudaModel, Generic[Layer]):
         count, width, layers = rows.shape.rows, self.width, len(self._layer_list)
         out = self.room("out", count, self.inner)
         att, y = self.room("att", count, width), self.room("y", count, width)
-        columns = self._ffn + width
-        inner = self.room("hidden", count, -(-columns // 8) * 8)[:, :columns]  # rows begin at multiples of 16 bytes
+        inner = self.outputs("hidden", count, self._ffn + width)
         mixed = self.room("mixed_ffn", count, width, lead=2)
         sequences = rows.shape.sequences
         # a bucket of sequences is less than twice as many as there are

@@ -13,13 +13,30 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from kittiwake.errors import DeviceError
 from kittiwake.ops.matmul import triton as tiles
 from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
 
 DEPTH_PADDING = 16
+ROW_PADDING = 8
+"""Rows of inputs and of grouped outputs begin at multiples of so many elements: of 16 bytes or more, as kernels load them."""
+CANNOT_RUN = (RuntimeError, DeviceError, OutOfResources, PTXASError)
+"""What a launch raises that asks for more than this card has, of shared memory say; running out of memory is no such thing."""
+
+
+def padded_row(columns: int) -> int:
+    """Elements from the beginning of a row of so many to that of the next."""
+    return -(-columns // ROW_PADDING) * ROW_PADDING
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits: a zero has a sign, and what is not a number is like its like."""
+    kind = torch.int32 if found.dtype.itemsize == 4 else torch.int16
+    return bool(torch.equal(found.view(kind), expected.view(kind)))
 
 
 @dataclass(frozen=True)

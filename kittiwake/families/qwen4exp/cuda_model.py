@@ -157,7 +157,8 @@ class Qwen4ExpCuda:
         tell: Progress = progress if progress is not None else lambda what, done, total: None
         with self._lock:
             if self.place.type == "cuda":
-                pick_products(self._trunk.groups, {self._trunk.head.key: torch.float32}, progress)
+                heads = {self._trunk.head.key: torch.float32}
+                pick_products(self._trunk.groups, heads, progress, most_rows=self.most_rows)
                 prove_experts(self._trunk.experts, progress)
             counts = [count for count in WARMING if count <= self.most_rows]
             states = CudaStateTable(self.state_spec, 1, self.place, self.state_spec.pages_for(sum(counts)))

@@ -6,6 +6,7 @@ import importlib
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -276,6 +277,18 @@ def on_its_card(
     return on_card
 
 
+@lru_cache
+def _capture_stream(card: int) -> torch.cuda.Stream:
+    """The stream of a card that captures run on: one, since the library keeps room to work in for every stream."""
+    import torch
+
+    return torch.cuda.Stream(card)  # type: ignore[no-untyped-call]
+
+
+_capturing = threading.Lock()
+"""PyTorch captures one graph at a time in a process."""
+
+
 def captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
     """A graph of what ``work`` launches on the current card; memory it asks for is the pool's, or the graph's own.
 
@@ -285,6 +298,7 @@ def captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    stream = _capture_stream(torch.cuda.current_device())
+    with _capturing, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         work()
     return graph

@@ -183,7 +183,7 @@ def test_a_method_has_the_card_of_its_owner_whichever_was_current(monkeypatch: p
     assert OnPlace(torch.device("cpu"), in_use).launch(1, second=2) == ([], 3)
 
 
-def test_a_capture_is_its_own_threads_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_on_its_own_card_and_its_own_threads_business(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
 
     @contextmanager
@@ -193,6 +193,9 @@ def test_a_capture_is_its_own_threads_business(monkeypatch: pytest.MonkeyPatch) 
         told.append("end")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "a graph")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr("kittiwake.device._capture_stream", lambda card: f"stream of card {card}")
     monkeypatch.setattr(torch.cuda, "graph", graph)
     assert captured(lambda: told.append("work"), (0, 7)) == "a graph"  # type: ignore[comparison-overlap]
-    assert told == [("a graph", {"pool": (0, 7), "capture_error_mode": "thread_local"}), "work", "end"]
+    options = {"pool": (0, 7), "stream": "stream of card 1", "capture_error_mode": "thread_local"}
+    assert told == [("a graph", options), "work", "end"]

@@ -130,7 +130,7 @@ class CudaModel(ABC):
         return whole[:, :rows] if lead else whole[:rows]
 
     def outputs(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Room for the outputs of a group [rows, columns], which other products read: rows begin at multiples of 16 bytes."""
+        """Room for the outputs of a group [rows, columns], which other products read: padded as they load them."""
         return self.room(name, rows, padded_row(columns))[:, :columns]
 
     @property

@@ -22,8 +22,12 @@ from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
 
 DEPTH_PADDING = 16
-ROW_PADDING = 8
-"""Rows of inputs and of grouped outputs begin at multiples of so many elements: of 16 bytes or more, as kernels load them."""
+ROW_PADDING = 16
+"""Rows of inputs and of grouped outputs begin at multiples of so many elements.
+
+Of 16 bytes or more, as kernels load them; and Triton makes one kernel for strides that are multiples of 16 and a slower
+one for the rest, so that a trial at load runs what is served.
+"""
 CANNOT_RUN = (RuntimeError, DeviceError, OutOfResources, PTXASError)
 """What a launch raises that asks for more than this card has, of shared memory say; running out of memory is no such thing."""
 

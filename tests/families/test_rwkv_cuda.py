@@ -35,7 +35,7 @@ def test_whole_models_interpreted_and_emulated() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_outputs_that_products_read_begin_at_16_bytes() -> None:
+def test_rows_of_outputs_are_padded_as_products_load_them() -> None:
     """Ranks of a layer may be multiples of 8 where those of the widest layer are not."""
     model = object.__new__(Rwkv7Cuda)
     model._rooms, model.most_rows, model.element, model.place = {}, 32, torch.float16, torch.device("cpu")

@@ -97,7 +97,7 @@ def test_rows_are_proved_as_far_apart_as_they_are_served() -> None:
     strides = set()
     group = FakeGroup({"library": lambda out: strides.add(out.stride(0))}, columns=67)
     cuda_probe._proved(group, picks(LIBRARY), torch.float16)
-    assert strides == {72}
+    assert strides == {80}
 
 
 def test_a_zero_of_the_other_sign_is_another_bit() -> None:

@@ -27,7 +27,7 @@ from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.cuda_model import DTYPES, check_weights
 from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket
 from kittiwake.families.qwen4exp.cuda_blocks import Launch, attention_shape
-from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, padded, room_bytes
+from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, room_bytes
 from kittiwake.families.qwen4exp.cuda_rows import CudaRows, MetaBuffer, graph_shape, pieces_of
 from kittiwake.families.qwen4exp.cuda_trunk import CudaTrunk
 from kittiwake.families.qwen4exp.geometry import Geometry
@@ -38,7 +38,7 @@ from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.families.rwkv_names import listed
 from kittiwake.layers.cuda_experts import CudaExpertGroup, prove_experts
-from kittiwake.layers.cuda_linear import exact_products
+from kittiwake.layers.cuda_linear import exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.block_attention.triton import AttentionRows, make_rooms
 from kittiwake.ops.block_attention.triton import workspace_bytes as attention_bytes
@@ -117,7 +117,9 @@ class Qwen4ExpCuda:
         self._expert_rooms = self._trunk.experts[0].make_rooms(rows)
         self._meta = MetaBuffer(rows, self.place)
         self._turns = torch.empty((rows, 4, g.rotary_size // 2), dtype=torch.float32, device=self.place)
-        self._embedded = SentRows((rows, padded(g.ngram_width)), self.element, self.place, _SENDS) if g.ngrams else None
+        self._embedded = (
+            SentRows((rows, padded_row(g.ngram_width)), self.element, self.place, _SENDS) if g.ngrams else None
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -398,7 +400,7 @@ def workspace_bytes(g: Geometry, rows: int, element: torch.dtype) -> int:
     experts = CudaExpertGroup(
         "", g.experts, g.width, g.expert_width, g.experts_used, g.renormalises, element, torch.device("meta")
     )
-    turns, sent = 4 * 4 * (g.rotary_size // 2), element.itemsize * padded(g.ngram_width)
+    turns, sent = 4 * 4 * (g.rotary_size // 2), element.itemsize * padded_row(g.ngram_width)
     return room_bytes(g, rows, element.itemsize) + experts.workspace_bytes(rows) + rows * (turns + sent)
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from kittiwake.errors import DeviceError, ModelError
+from kittiwake.layers.cuda_linear import CANNOT_RUN, same_bits
 from kittiwake.layers.experts import PARTS
 from kittiwake.ops.experts.triton import (
     Grouped,
@@ -51,8 +52,6 @@ _FLOAT32_TILINGS = (
     ((32, 32, 32, 4, 3), (32, 64, 32, 4, 3)),
 )
 _PROOF_ROWS = 256
-_CANNOT_RUN = (RuntimeError, DeviceError, triton.runtime.errors.OutOfResources)
-"""What a launch raises that asks for more than this card has, of shared memory say."""
 
 
 def tilings(width: int, ff: int, element: torch.dtype) -> tuple[Tiling, ...]:
@@ -344,10 +343,12 @@ class _Trial:
         pairs = self.group.shape.top_k
         try:
             few = slice(3, 3 + len(self.x) // 8)
-            return torch.equal(self.run(tiling), expected) and torch.equal(
+            return same_bits(self.run(tiling), expected) and same_bits(
                 self.run(tiling, few), expected[few.start * pairs : few.stop * pairs]
             )
-        except _CANNOT_RUN:
+        except torch.OutOfMemoryError:
+            raise
+        except CANNOT_RUN:
             return False
 
 
@@ -370,7 +371,7 @@ def _proved(group: CudaExpertGroup) -> ExpertPicks:
     expected = trial.run(narrow)
     for row in (0, 1, _PROOF_ROWS - 1):  # alone, at the first place of a tile
         alone = trial.run(narrow, slice(row, row + 1), is_grouped=False)
-        if not torch.equal(alone, expected[row * shape.top_k : (row + 1) * shape.top_k]):
+        if not same_bits(alone, expected[row * shape.top_k : (row + 1) * shape.top_k]):
             raise DeviceError(
                 f"{shape}: this card gives a row of a product other bits beside other rows than alone",
                 "please report this card; --device cpu serves the model",

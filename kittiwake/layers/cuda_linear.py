@@ -13,13 +13,34 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from kittiwake.errors import DeviceError
 from kittiwake.ops.matmul import triton as tiles
 from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
 
 DEPTH_PADDING = 16
+ROW_PADDING = 16
+"""Rows of inputs and of grouped outputs begin at multiples of so many elements.
+
+Of 16 bytes or more, as kernels load them; and Triton makes one kernel for strides that are multiples of 16 and a slower
+one for the rest, so that a trial at load runs what is served.
+"""
+CANNOT_RUN = (RuntimeError, DeviceError, OutOfResources, PTXASError)
+"""What a launch raises that asks for more than this card has, of shared memory say; running out of memory is no such thing."""
+
+
+def padded_row(columns: int) -> int:
+    """Elements from the beginning of a row of so many to that of the next."""
+    return -(-columns // ROW_PADDING) * ROW_PADDING
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits: a zero has a sign, and what is not a number is like its like."""
+    kind = torch.int32 if found.dtype.itemsize == 4 else torch.int16
+    return bool(torch.equal(found.view(kind), expected.view(kind)))
 
 
 @dataclass(frozen=True)
@@ -228,11 +249,17 @@ class CudaGroup:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K, no TF32; as they were afterwards."""
+def exact_products(place: torch.device | None = None) -> Iterator[None]:
+    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K; as they were afterwards.
+
+    TF32 is no matter: no product in float32 is the library's. ``place``: where launches go; the CPU has no such flags.
+    """
+    if place is not None and place.type != "cuda":
+        yield
+        return
     flags = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
-    before = {name: getattr(flags, name) for name in ("allow_tf32", "allow_fp16_accumulation")}
+    before = {"allow_fp16_accumulation": flags.allow_fp16_accumulation}
     reductions = {}
     for kind in ("fp16", "bf16"):
         name = f"allow_{kind}_reduced_precision_reduction"

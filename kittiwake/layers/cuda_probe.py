@@ -1,7 +1,8 @@
 """Which implementation of a product serves which row count on this card: tuned once, proved at every load.
 
 A pick is used only where its rows have the bits of the in-order kernel on random data, at row counts on both sides of
-every border. What is shipped for a card, or was found by an earlier load, is proved again; what fails is replaced.
+every border and at the most rows of a launch. What is shipped for a card, or was found by an earlier load, is proved
+again; what fails is replaced.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from typing import Any
 import torch
 import triton
 
-from kittiwake.device import cache_dir, usable_cores
-from kittiwake.errors import DeviceError
+from kittiwake.device import cache_dir, captured, usable_cores
 from kittiwake.layers.cuda_linear import (
+    CANNOT_RUN,
     ROW_LIMITS,
     Choice,
     CudaGroup,
     Picks,
     default_tile,
     exact_products,
+    padded_row,
+    same_bits,
 )
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.float32 import Plain
@@ -47,8 +50,6 @@ _PROVED_AT = {
 }
 _PROVED_ABOVE = (513, 1000)
 _MOST_ROWS = 1000
-_CANNOT_RUN = (RuntimeError, DeviceError, triton.runtime.errors.OutOfResources)
-"""What a launch raises that asks for more than this card has, of shared memory say."""
 _TIMED_ROWS = {1 << 30: 1024}
 _NARROW = {
     1: ((16, 8, 256, 3), (32, 8, 256, 4), (8, 8, 256, 4), (8, 8, 256, 6), (16, 8, 128, 6), (64, 16, 128, 4), (32, 8, 128, 3)),
@@ -71,9 +72,16 @@ _PLAIN = {
 
 
 def pick_products(
-    groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dtype], progress: Progress | None = None
+    groups: Sequence[CudaGroup],
+    out_dtypes: Mapping[str, torch.dtype],
+    progress: Progress | None = None,
+    *,
+    most_rows: int = _MOST_ROWS,
 ) -> None:
-    """Set the picks of every group; ``out_dtypes`` names those whose outputs have another type than their weights."""
+    """Set the picks of every group; ``out_dtypes`` names those whose outputs have another type than their weights.
+
+    ``most_rows``: the most that a launch of the others has.
+    """
     by_key: dict[str, list[CudaGroup]] = {}
     for group in groups:
         by_key.setdefault(group.key, []).append(group)
@@ -88,7 +96,7 @@ def pick_products(
             else:
                 picks = _tune(same, out_dtype)
                 news[key] = picks.choices
-            picks = _proved(same[0], picks, out_dtype)
+            picks = _proved(same[0], picks, out_dtype, _MOST_ROWS if key in out_dtypes else most_rows)
             for group in same:
                 group.picks = picks
             if progress is not None:
@@ -100,16 +108,17 @@ def pick_products(
 # -- proof
 
 
-def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype) -> Picks:
+def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: int = _MOST_ROWS) -> Picks:
     """The picks, with every choice that gives other bits than the in-order kernel replaced by it."""
-    given, expected = _trial(group, out_dtype)
+    given, expected = _trial(group, out_dtype, max(most_rows, _MOST_ROWS))
+    above = (*_PROVED_ABOVE, most_rows) if most_rows > _MOST_ROWS else _PROVED_ABOVE
     is_grouped = len(group.products) > 1
     group.run(
         Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped)), given, expected, overlap=False
     )
     choices, replaced = [], []
     for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
-        counts = _PROVED_AT.get(most, _PROVED_ABOVE)
+        counts = _PROVED_AT.get(most, above)
         if not group.can_run(choice, out_dtype) or not all(
             _agrees(group, choice, given, expected, rows) for rows in counts
         ):
@@ -124,18 +133,22 @@ def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> 
     inputs = 1 + max(product.input for product in group.products)
     columns = max(product.input_column + product.depth for product in group.products)
     generator = torch.Generator(group.weight.device).manual_seed(rows)
-    columns = -(-columns // 8) * 8
-    given = torch.randn((inputs, rows, columns), generator=generator, device=group.weight.device).to(group.dtype)
-    out = torch.full((rows, group.columns), torch.nan, dtype=out_dtype, device=group.weight.device)
+    kind: dict[str, Any] = {"dtype": group.dtype, "device": group.weight.device}
+    given = torch.randn((inputs, rows, padded_row(columns)), generator=generator, **kind)
+    # rows as they are served: how they are aligned can decide what the library runs
+    out = torch.full((rows, padded_row(group.columns)), torch.nan, **kind | {"dtype": out_dtype})[:, : group.columns]
     return given if inputs > 1 else given[0], out
 
 
 def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int) -> bool:
-    out = torch.full_like(expected[:rows], torch.nan)
+    out = torch.empty_strided((rows, group.columns), expected.stride(), dtype=expected.dtype, device=expected.device)
+    out.fill_(torch.nan)
     try:
         group.run(choice, given[..., :rows, :], out, overlap=False)
-        return bool(torch.equal(out, expected[:rows]))
-    except _CANNOT_RUN:
+        return same_bits(out, expected[:rows])
+    except torch.OutOfMemoryError:
+        raise
+    except CANNOT_RUN:
         return False
 
 
@@ -155,7 +168,9 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
         for choice in candidates:
             try:
                 timed.append((_time_us(some, choice, given, out), str(choice), choice))
-            except _CANNOT_RUN:
+            except torch.OutOfMemoryError:
+                raise
+            except CANNOT_RUN:
                 continue
         choices.append(min(timed)[2])
     return Picks(tuple(choices), "measured on this card")
@@ -165,7 +180,7 @@ def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor
     """Compile what is not compiled yet, side by side: nearly all of the time a new card takes."""
 
     def try_once(choice: Choice) -> None:
-        with torch.cuda.device(group.weight.device), suppress(*_CANNOT_RUN):
+        with torch.cuda.device(group.weight.device), suppress(*CANNOT_RUN):
             group.run(choice, given, out, overlap=True)
 
     with ThreadPoolExecutor(min(16, usable_cores())) as pool:
@@ -200,9 +215,7 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
 
     chain()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    graph = captured(chain)
     times = []
     for _ in range(7):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -25,9 +25,9 @@ from kittiwake.engine.request import SamplingParams
 from kittiwake.engine.states import SavedState, StateTable
 from kittiwake.errors import DeviceError, PagesError
 from kittiwake.families.contract import Model, SequencesError
+from kittiwake.families.cuda_rows import Shape
 from kittiwake.families.qwen4exp import cuda_model
 from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
-from kittiwake.families.qwen4exp.cuda_rows import graph_shape
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.load import TensorDict
 from kittiwake.ops.experts import triton as experts
@@ -35,6 +35,8 @@ from kittiwake.ops.matmul import triton as products
 from kittiwake.ops.ngram_mix import triton as ngram_mix
 from tests.engine.drive import ask, make_engine
 from tests.families.agreement import Run, same_run
+from tests.families.recorded_graphs import recorded_graphs
+from tests.ops.interpreted_experts import _dot_in_order
 from tests.ops.interpreted_kernels import _patch_with_index
 from tests.oracles.measure import relative_error
 
@@ -59,6 +61,7 @@ def _interpretable() -> Any:
         for module in (products, experts, ngram_mix):
             patch.setattr(module, "libdevice", functions)
         patch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
         yield
 
 
@@ -151,23 +154,25 @@ def test_a_crowd_changes_no_bit() -> None:
     assert all(parts[name].tobytes() == part.tobytes() for name, part in whole()[1].items())
 
 
-def test_steps_as_graphs_launch_them_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five sequences in a bucket of six, for the longest sequence that the table could hold; the spare one touches nothing."""
+def test_replayed_steps_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sequences in a bucket of six, for the longest sequence that the table could hold; the spare one touches nothing.
+
+    Captured before a token has come, then replayed at two places of the text.
+    """
     model = on_card()
-
-    def works_for(piece: Any, states: CudaStateTable) -> Any:
-        shape = graph_shape(piece, 512)
-        return shape and (shape, [SimpleNamespace(replay=work) for work in model._works(shape, states)])
-
     states = table_of(model, slots=5, pages=6)
     slots = [states.allocate() for _ in range(5)]
-    model.forward(Batch.pack([(slots[0], IDS[:11])], [[]]), states)
-    for slot in slots[1:]:
-        states.restore(slot, states.save(slots[0]))
-    monkeypatch.setattr(model, "_graphs_for", works_for)
-    for at in (11, 12):
-        logits = model.forward(Batch.pack([(slot, [IDS[at]]) for slot in slots], [[0], [0], [], [0], [0]]), states)
-        assert [row.tobytes() for row in logits] == [whole()[0][at].tobytes()] * 4
+    with recorded_graphs():
+        monkeypatch.setattr(model, "_has_graphs", True)
+        model._make_rooms_beside(states)
+        model._graphs(Shape(True, 6, 6, 6), states)
+        monkeypatch.setattr(model, "_capture", None)
+        model.forward(Batch.pack([(slots[0], IDS[:11])], [[]]), states)
+        for slot in slots[1:]:
+            states.restore(slot, states.save(slots[0]))
+        for at in (11, 12):
+            logits = model.forward(Batch.pack([(slot, [IDS[at]]) for slot in slots], [[0], [0], [], [0], [0]]), states)
+            assert [row.tobytes() for row in logits] == [whole()[0][at].tobytes()] * 4
     for slot in slots:
         parts = states.save(slot).parts
         assert all(parts[name].tobytes() == part.tobytes() for name, part in whole()[1].items())

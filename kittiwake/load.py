@@ -353,10 +353,9 @@ def load_tensors(
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
     name: str = "memory",
-    settings: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """A model from tensors in memory, under the names of a checkpoint; ``settings`` are its config.json."""
-    return load_source(TensorDict(tensors, name, settings), config, tokenizer=tokenizer, progress=progress)
+    """A model from tensors in memory, under the names of a checkpoint."""
+    return load_source(TensorDict(tensors, name), config, tokenizer=tokenizer, progress=progress)
 
 
 def load_source(

@@ -25,16 +25,6 @@ __device__ __forceinline__ uint2 load_elems(const elem* from) {
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(q.x), "=r"(q.y) : "l"(from) : "memory");
   return q;
 }
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_front() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -154,7 +144,7 @@ __device__ __forceinline__ void norm_rows(Share (&rows)[COUNT], const Share& wei
 __device__ __forceinline__ uint2 mixed_quad(const float (&normed)[4], const float (&gap)[4], const float (&mix)[4]) {
   unsigned part[4];
   #pragma unroll
-  for (int e = 0; e < 4; e++) part[e] = narrow(normed[e] + gap[e] * mix[e]);
+  for (int e = 0; e < 4; e++) part[e] = round_only(normed[e] + gap[e] * mix[e]);
   return make_uint2(part[0] | part[1] << 16, part[2] | part[3] << 16);
 }
 
@@ -180,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS) shift_rows(
   }
   const int first = gridDim.y == 1 ? 0 : blockIdx.y, end = gridDim.y == 1 ? count : first + 1;
   seat.load(mix, mixes + first * WIDTH);
-  await_front();
+  wait_for_inputs();
   const bool leads = blockIdx.y == 0;
   Share here;
   auto keep = [&](const Share& row) {
@@ -276,7 +266,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WORKERS) fused_product(
 #endif
   const int activation = activations[column / 32];
   const int first = (int)line[4] + inner, columns = (int)line[5] - inner;
-  await_front();
+  wait_for_inputs();
   Share rows[REAL];
   load_rows(rows, x, y, index, seat);
   const bool leads = blockIdx.x < CLUSTER;
@@ -331,11 +321,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WORKERS) fused_product(
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto put = [&](int row, int at, float value) {
     if (row < REAL && at < columns) {
-      if (activation) value = activated(widen(narrow(value)), activation);
+      if (activation) value = activated(widen(round_only(value)), activation);
 #if OUT32
       out[(size_t)row * out_stride + first + at] = value;
 #else
-      out[(size_t)row * out_stride + first + at] = narrow(value);
+      out[(size_t)row * out_stride + first + at] = round_only(value);
 #endif
     }
   };

@@ -51,9 +51,7 @@ extern "C" __global__ void __launch_bounds__(128) wide_product(
     const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
   extern __shared__ __align__(16) elem shared[];
   const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * W_STAGE;
-#if __CUDA_ARCH__ >= 900
-  if (begin_next == 1) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if (begin_next == 1) let_next_begin();
   const int column = blockIdx.x * BN, inner = BN < 32 ? column % 32 : 0;
   const long long* line = lines + column / 32 * 6;
   const int depth = (int)line[3], w_stride = (depth + 15) / 16 * 16;
@@ -93,9 +91,7 @@ extern "C" __global__ void __launch_bounds__(128) wide_product(
         *(uint4*)((char*)shared + STAGES * W_STAGE + s * X_STAGE + own_k / 8 * PITCH + place(row)) = make_uint4(0, 0, 0, 0);
   const int activation = activations[column / 32];
   const int first = (int)line[4] + inner, columns = (int)line[5] - inner;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
   #pragma unroll
   for (int s = 0; s < AHEAD; s++) {
     fetch_x(s);
@@ -119,21 +115,19 @@ extern "C" __global__ void __launch_bounds__(128) wide_product(
     await_sums<1>();
   }
   await_sums<0>();
-#if __CUDA_ARCH__ >= 900
-  if (begin_next == 2) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if (begin_next == 2) let_next_begin();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   #pragma unroll
   for (int i = 0; i < NCOLS / 2; i++) {
     const int at = warp * 16 + lane / 4 + i / 2 % 2 * 8, row = i / 4 * 8 + lane % 4 * 2 + i % 2;
     if (at < BN && row < own_rows && at < columns) {
       float value = d[i];
-      if (activation) value = activated(widen(narrow(value)), activation);
+      if (activation) value = activated(widen(round_only(value)), activation);
       out_t* to = y + ((size_t)blockIdx.y * ROWS + row) * y_stride + first + at;
 #if OUT32
       *to = value;
 #else
-      *to = narrow(value);
+      *to = round_only(value);
 #endif
     }
   }

@@ -115,9 +115,9 @@ class Effort:
     most: int = 200
     budget_s: float = 2.0
 
-    def rounds(self, most: int = 4) -> list[Effort]:
-        """The same effort over up to ``most`` rounds, every one with at least one run."""
-        count = min(most, self.least)
+    def rounds(self) -> list[Effort]:
+        """The same effort over up to four rounds, every one with at least one run."""
+        count = min(4, self.least)
         shares = [
             (self.least // count + (i < self.least % count), self.most // count + (i < self.most % count))
             for i in range(count)

@@ -74,22 +74,6 @@ def parse_depths(text: str) -> list[int]:
     return depths
 
 
-def measure_trip(
-    loaded: Loaded,
-    trip: Trip,
-    config: EngineConfig,
-    seed: int,
-    repeat: int,
-    *,
-    ceilings: Ceilings | None = None,
-    progress: Progress | None = None,
-) -> tuple[Figures, Figures]:
-    """(prefill, decode) of :func:`measure_depths` at the trip's own depth."""
-    return measure_depths(
-        loaded, trip, [trip.depth], config, seed, repeat, ceilings=ceilings, progress=progress
-    )[0]  # fmt: skip
-
-
 def measure_depths(
     loaded: Loaded,
     trip: Trip,

@@ -190,13 +190,13 @@ class FileSource:
         self.close()
 
 
-def open_checkpoint(path: str | Path, *, verify_digests: bool = True, progress: Progress | None = None) -> TensorSource:
+def open_checkpoint(path: str | Path, *, progress: Progress | None = None) -> TensorSource:
     """Open a checkpoint: a file or a folder, told apart by what is in it rather than by its name.
 
     - a zip or legacy pickle written by ``torch.save``, read without running code from it;
     - a ``.safetensors`` file;
     - a GGUF file, or any part of one that is in several (``NAME-00001-of-00004.gguf``), the others beside it;
-    - a folder with ``manifest.json``: a bundle (``verify_digests`` and ``progress`` go to ``read_bundle``);
+    - a folder with ``manifest.json``: a bundle (``progress`` goes to ``read_bundle``);
     - a folder with ``model.safetensors`` or ``model.safetensors.index.json``, its ``config.json`` read strictly if there;
     - a folder with exactly one file named ``.safetensors``, ``.pth``, ``.pt``, ``.gguf`` or ``pytorch_model.bin``, or
       with the parts of exactly one GGUF file.
@@ -209,11 +209,11 @@ def open_checkpoint(path: str | Path, *, verify_digests: bool = True, progress: 
     except (OSError, ValueError):
         is_folder = False  # opening it as a file says what is wrong
     if is_folder:
-        return _open_folder(path, verify_digests, progress)
+        return _open_folder(path, progress)
     return _open_file(path, None, ())
 
 
-def _open_folder(folder: Path, verify_digests: bool, progress: Progress | None) -> TensorSource:
+def _open_folder(folder: Path, progress: Progress | None) -> TensorSource:
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as err:
@@ -221,7 +221,7 @@ def _open_folder(folder: Path, verify_digests: bool, progress: Progress | None) 
     if "manifest.json" in names:
         from kittiwake.checkpoints.bundle import read_bundle
 
-        return read_bundle(folder, verify_digests=verify_digests, progress=progress).source
+        return read_bundle(folder, progress=progress).source
     config_files = (folder / "config.json",) if "config.json" in names else ()
     config = read_config_file(config_files[0]) if config_files else None
     if "model.safetensors.index.json" in names:

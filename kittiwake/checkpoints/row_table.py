@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 from kittiwake.checkpoints.files import FileStamp, quoted, writing
 from kittiwake.checkpoints.reader import FilePlace, TensorSource
 from kittiwake.errors import CheckpointError
-from kittiwake.progress import Progress
 
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
@@ -35,7 +34,6 @@ DIRECT_ALIGN = 4096
 MAX_ROW_BYTES = 1 << 20
 MAX_UNPACKED_BYTES = 1 << 30
 """Bytes of bfloat16 up to which a table of another kind is unpacked when a model loads."""
-_COPY_BYTES = 8 << 20
 _AGAIN = "the download stopped early or the file is damaged: get it again"
 
 
@@ -195,37 +193,3 @@ def unpacked_table(source: TensorSource, name: str) -> RowTable:
         file.flush()
     place = FilePlace(Path(file.name), 0, bits.nbytes, "BF16")
     return RowTable([place], values.shape[1], keep_open=file)
-
-
-def copy_rows(table: RowTable, target: Path, progress: Progress | None = None) -> None:
-    """All rows as they are, one after another, to a new file. Raises OutputError, and CheckpointError for bad parts."""
-    done = 0
-    with writing(target):
-        out = target.open("xb")
-    with out:
-        for part in table.parts:
-            for block in _blocks(part):
-                with writing(target):
-                    out.write(block)
-                done += len(block)
-                if progress is not None:
-                    progress("copying the table", done, table.nbytes)
-        with writing(target):
-            out.flush()
-            os.fsync(out.fileno())
-
-
-def _blocks(part: FilePlace) -> Iterator[bytes]:
-    """The bytes of a part, a few MiB at a time."""
-    left = part.nbytes
-    try:
-        with part.path.open("rb", buffering=0) as file:
-            file.seek(part.begin)
-            while left:
-                block = file.read(min(left, _COPY_BYTES))
-                if not block:
-                    raise CheckpointError(f"{part.path} is cut short: {left:,} bytes of rows are missing", _AGAIN)
-                left -= len(block)
-                yield block
-    except OSError as err:
-        raise CheckpointError(f"{part.path} cannot be read: {err.strerror}") from None

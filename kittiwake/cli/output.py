@@ -191,6 +191,6 @@ def percent(part: float) -> str:
     return f"{100 * part:.2f} %"
 
 
-def rounded(values: dict[str, Any], digits: int = 3) -> dict[str, Any]:
-    """The same dict with its floats rounded, so that JSON figures do not claim what no clock can tell."""
-    return {key: round(value, digits) if isinstance(value, float) else value for key, value in values.items()}
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """The same dict with its floats rounded to thousandths, so that JSON figures do not claim what no clock can tell."""
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}

@@ -30,7 +30,7 @@ class DrawableModel(Protocol):
     def forward_to_draw(self, batch: Batch, states: CudaStateTable) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [W, vocab] of the wanted rows, and their slots int32 [W] where both always stand at these addresses."""
 
-    def capture_decoding(self, states: CudaStateTable, tell: Any = None) -> None:
+    def capture_decoding(self, states: CudaStateTable) -> None:
         """Capture the launches of every count of decoding sequences."""
 
 

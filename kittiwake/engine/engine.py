@@ -18,7 +18,7 @@ import numpy as np
 
 from kittiwake.engine.answer import Answer
 from kittiwake.engine.flight import Flight
-from kittiwake.engine.prefix import Origin, PrefixCache
+from kittiwake.engine.prefix import PrefixCache
 from kittiwake.engine.request import (
     Delta,
     KeptState,
@@ -34,7 +34,6 @@ from kittiwake.engine.sampler import Draw, Drawn, adjustments_for, describe, fau
 from kittiwake.engine.scheduler import Plan, Request, Scheduler, Stage
 from kittiwake.engine.states import SavedState
 from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
-from kittiwake.engine.token_tree import as_tokens
 from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
 from kittiwake.families.contract import Model, SequencesError
 from kittiwake.text.stops import StopMatcher
@@ -592,24 +591,6 @@ class Engine:
                 generated_tokens=totals.generated_tokens,
                 cache=self._cache.stats() if self._cache is not None else None,
             )
-
-    def cached_state(self, prompt_ids: Sequence[int], start_from: KeptState | None = None) -> KeptState | None:
-        """The state after exactly this prompt, where the cache has it."""
-        with self._lock:
-            if self._cache is None or len(prompt_ids) == 0:
-                return None
-            tokens = as_tokens(list(prompt_ids))
-            prefix = self._cache.find(Origin(start_from).key, tokens).prefix
-            if prefix is None or prefix.count != len(tokens):
-                return None
-            before, initial = (start_from.tokens, start_from.initial) if start_from is not None else ((), "")
-            return KeptState(prefix.saved, (*before, *tokens.tolist()), prefix.logits.copy(), initial)
-
-    def clear_cache(self) -> None:
-        """Forget the cached states that are in memory."""
-        with self._lock:
-            if self._cache is not None:
-                self._cache.clear()
 
     def close(self) -> None:
         """Let the cache write what it has still to write. The engine is not to be used any more."""

@@ -170,10 +170,10 @@ def finish(steps: Steps[T]) -> T:
             return cast(T, end.value)
 
 
-def prefill(model: Model, given: Given, *, max_rows: int = SCORE_ROWS) -> KeptState:
+def prefill(model: Model, given: Given) -> KeptState:
     """The state after exactly these tokens, with the logits that follow them; nothing is drawn. ``ids`` may be empty
     after a state that has logits."""
-    return finish(prefill_steps(model, given, max_rows=max_rows))
+    return finish(prefill_steps(model, given))
 
 
 def prefill_steps(model: Model, given: Given, *, max_rows: int = SCORE_ROWS) -> Steps[KeptState]:
@@ -229,7 +229,7 @@ def score_steps(
     return results
 
 
-def score_stream(model: Model, pieces: Iterable[np.ndarray], *, max_rows: int = SCORE_ROWS) -> Iterator[np.ndarray]:
+def score_stream(model: Model, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Log-probabilities, float64, of one endless sequence that comes in pieces int64 [T], in constant memory.
 
     As :func:`score`, the first token of all is not among them.
@@ -238,8 +238,8 @@ def score_stream(model: Model, pieces: Iterable[np.ndarray], *, max_rows: int = 
     slot = table.allocate()
     before = np.empty((0, model.config.vocab_size), dtype=np.float32)
     for piece in pieces:
-        for first in range(0, len(piece), max_rows):
-            ids = piece[first : first + max_rows]
+        for first in range(0, len(piece), SCORE_ROWS):
+            ids = piece[first : first + SCORE_ROWS]
             logits = model.forward(Batch.pack([(slot, ids.tolist())], [list(range(len(ids)))]), table)
             rows = np.concatenate([before, logits[:-1]])
             yield log_probs(rows, ids[len(ids) - len(rows) :])

@@ -19,6 +19,7 @@ from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable, sent
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
+from kittiwake.families.canonical import check_finite
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_rows import (
     DECODE_BUCKETS,
@@ -32,7 +33,6 @@ from kittiwake.families.cuda_rows import (
     own_shape,
     shape_of,
 )
-from kittiwake.families.rwkv_names import Shapes, listed
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
@@ -51,8 +51,7 @@ Copies = Callable[[int, torch.Tensor, Addend | None], None]
 
 def check_weights(name: str, tensor: torch.Tensor, element: torch.dtype) -> None:
     """Raise ModelError for weights that are not finite, or that the element type cannot hold."""
-    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-        raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+    check_finite(name, tensor)
     if element == torch.float16 and float(tensor.abs().max()) > 65504:
         raise ModelError(f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32")
 
@@ -63,7 +62,6 @@ class CudaModel(ABC):
     def __init__(
         self,
         config: ModelConfig,
-        shapes: Shapes,
         state_spec: StateSpec,
         dtype: str,
         *,
@@ -73,7 +71,6 @@ class CudaModel(ABC):
         without one: there are no graphs there, and no picks but the default."""
         self.config, self.state_spec = config, state_spec
         width, vocab, eps = config.width, config.vocab_size, float(config.extra["norm_eps"])
-        self._missing = set(shapes)
         self.device = "cuda"
         self.can_run_ahead = True
         self.dtype = dtype
@@ -148,7 +145,6 @@ class CudaModel(ABC):
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; weights that are not finite or do not fit the dtype are refused by name."""
         check_weights(name, tensor, self.element)
-        self._missing.discard(name)
         if name == "embedding.weight":
             self.embedding.copy_(tensor)
         elif name == "head.weight":
@@ -162,11 +158,6 @@ class CudaModel(ABC):
     @abstractmethod
     def load_layer(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor of a layer."""
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a tensor never came."""
-        if self._missing:
-            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     @on_its_card
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -320,15 +311,13 @@ class CudaModel(ABC):
         return captured(launch, states.pool), logits
 
     @on_its_card
-    def capture_decoding(self, states: StateTable, tell: Progress | None = None) -> None:
+    def capture_decoding(self, states: StateTable) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         sizes = [size for size in DECODE_BUCKETS if size < states.slots]
         sizes.append(next((size for size in DECODE_BUCKETS if size >= states.slots), DECODE_BUCKETS[-1]))
         with self._lock:
-            for done, size in enumerate(reversed(sizes)):
+            for size in reversed(sizes):
                 self._graph(Shape(True, size, size, size), states)
-                if tell is not None:
-                    tell("capturing graphs", done + 1, len(sizes))
 
     def describe(self) -> dict[str, Any]:
         """The card, the picks with their reasons, and where memory goes."""

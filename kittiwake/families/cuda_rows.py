@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ PROMPT_BUCKETS = (
 )
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32)
 _RING = 16
+Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 _COUNTING = np.arange(DECODE_BUCKETS[-1] + 1)
 
 
@@ -196,24 +199,19 @@ class RowBuffer(SentRows):
 
     def __init__(self, most_rows: int, device: torch.device) -> None:
         most = max(most_rows, DECODE_BUCKETS[-1])
-        super().__init__((_length(Shape(False, most, most, most)),), torch.int32, device, _RING)
+        super().__init__((parts_length(_sizes(Shape(False, most, most, most))),), torch.int32, device, _RING)
 
     def views(self, shape: Shape) -> Rows:
         """Where a launch of this shape reads."""
-        parts = []
-        at = 0
-        for size in _sizes(shape):
-            parts.append(self._device[at : at + size])
-            at += _padded(size)
-        return Rows(shape, *parts)
+        return Rows(shape, *split_parts(self._device, _sizes(shape)))
 
     def fill(self, piece: Piece, shape: Shape) -> None:
         """Send a piece, padded to ``shape``: spare rows belong to nobody, spare sequences are empty, in the scratch slot."""
         array = self.next().numpy()
         rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
-        length = _length(shape)
+        length = parts_length(_sizes(shape))
         array[:length] = 0
-        ids, owners, starts, slots, want = _split(array, shape)
+        ids, owners, starts, slots, want = split_parts(array, _sizes(shape))
         ids[:rows] = piece.token_ids
         slots[:sequences] = piece.slots
         slots[sequences:] = SCRATCH_SLOT
@@ -233,12 +231,12 @@ class RowBuffer(SentRows):
         """The same for a batch of one row a sequence, all wanted: the commonest by far."""
         array = self.next().numpy()
         rows, size = batch.rows, shape.rows
-        ids, owners, starts, slots, want = _split(array, shape)
+        ids, owners, starts, slots, want = split_parts(array, _sizes(shape))
         ids[:rows], ids[rows:] = batch.token_ids, 0
         slots[:rows], slots[rows:] = batch.slots, SCRATCH_SLOT
         starts[:] = _COUNTING[: size + 1]
         owners[:] = want[:] = _COUNTING[:size]
-        self.send(_length(shape))
+        self.send(parts_length(_sizes(shape)))
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:
@@ -249,13 +247,15 @@ def _padded(size: int) -> int:
     return -(-size // 4) * 4  # kernels are compiled for addresses that are multiples of 16 bytes
 
 
-def _length(shape: Shape) -> int:
-    return sum(_padded(size) for size in _sizes(shape))
+def parts_length(sizes: Iterable[int]) -> int:
+    """Numbers of int32 that hold parts of these sizes, see :func:`split_parts`."""
+    return sum(map(_padded, sizes))
 
 
-def _split(array: np.ndarray, shape: Shape) -> list[np.ndarray]:
+def split_parts(numbers: Numbers, sizes: Iterable[int]) -> list[Numbers]:
+    """Views of parts [size] that lie one behind the other in int32 ``numbers``, each where kernels may read it."""
     parts, at = [], 0
-    for size in _sizes(shape):
-        parts.append(array[at : at + size])
+    for size in sizes:
+        parts.append(numbers[at : at + size])
         at += _padded(size)
     return parts

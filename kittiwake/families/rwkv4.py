@@ -20,6 +20,7 @@ import torch
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.states import StatePart, StateSpec
 from kittiwake.errors import BundleError, ModelError
+from kittiwake.families.canonical import check_manifest_keys
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv4_names import (
     CHANNEL_SHIFTS,
@@ -38,7 +39,6 @@ from kittiwake.families.rwkv_family import (
     RwkvFamily,
     check_manifest_count,
     check_manifest_epsilons,
-    check_manifest_keys,
 )
 from kittiwake.families.rwkv_names import Place, Shapes
 from kittiwake.layers.linear import Product

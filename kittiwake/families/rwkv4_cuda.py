@@ -12,7 +12,7 @@ from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_model import CudaModel
 from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv4 import effective_eps, log_decay, no_tuned_states
-from kittiwake.families.rwkv4_names import CHANNEL_SHIFTS, TIME_SHIFTS, Sizes, canonical_shapes
+from kittiwake.families.rwkv4_names import CHANNEL_SHIFTS, TIME_SHIFTS, Sizes
 from kittiwake.families.rwkv_cpu import share_of_the_token_before
 from kittiwake.families.rwkv_cuda import GatedCuda, GatedCudaLayer, LayerShift
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
@@ -49,7 +49,7 @@ class Rwkv4Cuda(GatedCuda[_Layer]):
         self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
     ) -> None:
         self._sizes = sizes
-        super().__init__(config, canonical_shapes(sizes), spec, dtype, place=place)
+        super().__init__(config, spec, dtype, place=place)
         self.output_eps = self.eps_at(sizes.layers)
         self._wkv = kernels(self.element)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.families.canonical import check_tensor
 from kittiwake.families.rwkv_channel_mix import channel_mix_shapes
 from kittiwake.families.rwkv_names import (
     NORMS,
@@ -17,7 +18,6 @@ from kittiwake.families.rwkv_names import (
     Place,
     Shapes,
     check_places,
-    check_tensor,
     count_layers,
     matrix_shape,
     whole_shapes,

@@ -23,7 +23,7 @@ from kittiwake.families.rwkv5_names import (
     read_sizes,
 )
 from kittiwake.families.rwkv56_names import HINT
-from kittiwake.families.rwkv56_settings import Stated, read_config
+from kittiwake.families.rwkv56_settings import read_config
 from kittiwake.families.rwkv_channel_mix import GatedChannelMix
 from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer, share_of_the_token_before
 from kittiwake.families.rwkv_matrix import MatrixFamily, MatrixModel
@@ -58,8 +58,7 @@ class Rwkv5Family(MatrixFamily):
         if layout is None:
             raise ModelError(f"{source.path} does not hold the tensors of an RWKV-5")
         sizes = read_sizes(layout, source)
-        stated = Stated(sizes.version, sizes.layers, sizes.width, sizes.heads, sizes.ffn, sizes.vocab)
-        eps = read_config(stated, layout.key, source.config, source.path)
+        eps = read_config(sizes.version, sizes, layout.key, source.config, source.path)
         check_places(
             source, places_of(layout, sizes, source), canonical_shapes(sizes), f"RWKV-{sizes.version}", hint=HINT
         )

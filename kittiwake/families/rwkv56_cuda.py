@@ -13,7 +13,6 @@ from kittiwake.families.cuda_model import CudaModel
 from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv_cpu import Change
 from kittiwake.families.rwkv_cuda import GatedCuda, GatedCudaLayer
-from kittiwake.families.rwkv_names import Shapes
 from kittiwake.families.rwkv_time_state import initial_matrix_state
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.ops.wkv6.cuda import Kind, kernels
@@ -42,14 +41,13 @@ class MatrixCuda(GatedCuda[MatrixCudaLayer]):
     def __init__(
         self,
         config: ModelConfig,
-        shapes: Shapes,
         state_spec: StateSpec,
         dtype: str,
         kind: Kind,
         *,
         place: torch.device | None = None,
     ) -> None:
-        super().__init__(config, shapes, state_spec, dtype, place=place)
+        super().__init__(config, state_spec, dtype, place=place)
         self._heads = int(config.extra["heads"])
         self._group_eps = float(config.extra["group_norm_eps"])
         self._wkv = kernels(config.width // self._heads, self.element, kind)

@@ -30,9 +30,9 @@ class Layout(OuterLayout):
         """The full name of a tensor of a layer's time mix."""
         return self.block.format(layer) + self.time_mix + name
 
-    def in_channel_mix(self, name: str, layer: int = 0) -> str:
-        """The full name of a tensor of a layer's channel mix."""
-        return self.block.format(layer) + self.channel_mix + name
+    def in_channel_mix(self, name: str) -> str:
+        """The full name of a tensor of the first layer's channel mix."""
+        return self.block.format(0) + self.channel_mix + name
 
     def products(self, time_mix_products: Iterable[str]) -> dict[str, Place]:
         """Our name → place within a block, of every product that stands as [N, K]."""

@@ -6,11 +6,11 @@ Sizes are read from the tensors; a key that states one must agree. Any key that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kittiwake.config import is_number
+from kittiwake.families.rwkv_names import MatrixSizes
 from kittiwake.families.rwkv_settings import (
     GROUP_NORM_EPS,
     HARMLESS_CONFIG,
@@ -27,48 +27,35 @@ _NORM_KEYS = ("layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 _GROUP_NORM_KEYS = ("group_norm_epsilon", "group_norm_eps")
 
 
-@dataclass(frozen=True)
-class Stated:
-    """What the tensors say, for keys that state it too."""
+def read_config(
+    version: str, sizes: MatrixSizes, layout: str, config: Mapping[str, Any] | None, path: Path
+) -> Epsilons:
+    """Check the keys of a folder's config.json and take the epsilons; ``version`` is "5.0", "5.1", "5.2" or "6.0".
 
-    version: str
-    """ "5.0", "5.1", "5.2" or "6.0"."""
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    vocab: int
-
-    @property
-    def head_size(self) -> int:
-        """Channels of a head."""
-        return self.width // self.heads
-
-
-def read_config(stated: Stated, layout: str, config: Mapping[str, Any] | None, path: Path) -> Epsilons:
-    """Check the keys of a folder's config.json and take the epsilons. Raises ModelError naming key and values."""
+    Raises ModelError naming key and values.
+    """
     found = dict(config or {})
     settings = Settings(found, f"config.json of {path}")
-    number = stated.version[0]
+    number = version[0]
     settings.check_architectures(f"Rwkv{number}ForCausalLM")
     settings.expect_one_of("model_type", (f"rwkv{number}",))
-    settings.expect_one_of("model_version", (stated.version.replace(".", "_"), None))
+    settings.expect_one_of("model_version", (version.replace(".", "_"), None))
     settings.expect_one_of("tie_word_embeddings", (False,))
     settings.expect_one_of("quantization_config", (None,))
-    sizes: dict[str, Any] = {
-        "vocab_size": stated.vocab,
-        "hidden_size": stated.width,
-        "attention_hidden_size": stated.width,
-        "num_hidden_layers": stated.layers,
-        "head_size": stated.head_size,
-        "intermediate_size": stated.ffn,
+    expected: dict[str, Any] = {
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.width,
+        "attention_hidden_size": sizes.width,
+        "num_hidden_layers": sizes.layers,
+        "head_size": sizes.head_size,
+        "intermediate_size": sizes.ffn,
     }
     if found.get("head_size") is None:  # else nobody looks at it, and published folders give the head size there
-        sizes["num_attention_heads"] = stated.heads
-    for key, size in sizes.items():
+        expected["num_attention_heads"] = sizes.heads
+    for key, size in expected.items():
         settings.expect(key, size)
     # transformers halves the stream when it runs the model, the stored weights are whole: see rwkv_rescale.py
-    _expect_layers(settings, "rescale_every", stated.layers)
+    _expect_layers(settings, "rescale_every", sizes.layers)
     settings.seen |= HARMLESS_CONFIG | {"num_attention_heads"}
     norm, origin = settings.take_epsilon(_NORM_KEYS, NORM_EPS, "config.json")
     group, group_origin = GROUP_NORM_EPS, f"constant of {layout} files"
@@ -102,7 +89,7 @@ def _divisor(settings: Settings) -> float | None:
     return float(value)
 
 
-def read_metadata(stated: Stated, ranks: Mapping[str, int], metadata: Mapping[str, Any], path: Path) -> Epsilons:
+def read_metadata(sizes: MatrixSizes, ranks: Mapping[str, int], metadata: Mapping[str, Any], path: Path) -> Epsilons:
     """Check the ``rwkv6.`` keys of a GGUF file; others speak of the file, its makers or the tokenizer.
 
     ``ranks`` are the low-rank pairs' by key. Raises ModelError naming key and values.
@@ -110,18 +97,18 @@ def read_metadata(stated: Stated, ranks: Mapping[str, int], metadata: Mapping[st
     prefix = "rwkv6."
     found = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     settings = Settings(found, f"metadata of {path}", prefix)
-    sizes: dict[str, Any] = {
-        "vocab_size": stated.vocab,
-        "embedding_length": stated.width,
-        "block_count": stated.layers,
-        "feed_forward_length": stated.ffn,
-        "wkv.head_size": stated.head_size,
+    expected: dict[str, Any] = {
+        "vocab_size": sizes.vocab,
+        "embedding_length": sizes.width,
+        "block_count": sizes.layers,
+        "feed_forward_length": sizes.ffn,
+        "wkv.head_size": sizes.head_size,
         "token_shift_count": 2,
         **ranks,
     }
-    for key, value in sizes.items():
+    for key, value in expected.items():
         settings.expect(key, value)
-    _expect_layers(settings, "rescale_every_n_layers", stated.layers)
+    _expect_layers(settings, "rescale_every_n_layers", sizes.layers)
     settings.seen |= HARMLESS_GGUF
     norm, origin = settings.take_epsilon(("attention.layer_norm_epsilon",), NORM_EPS, "metadata")
     group, group_origin = settings.take_epsilon(

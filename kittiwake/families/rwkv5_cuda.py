@@ -10,7 +10,7 @@ from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_model import CudaModel
 from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv5 import plain_bonus
-from kittiwake.families.rwkv5_names import CHANNEL_MIXES, Sizes, canonical_shapes
+from kittiwake.families.rwkv5_names import CHANNEL_MIXES, Sizes
 from kittiwake.families.rwkv56_cuda import MatrixCuda, MatrixCudaLayer
 from kittiwake.families.rwkv_cpu import share_of_the_token_before
 from kittiwake.families.rwkv_cuda import LayerShift
@@ -42,7 +42,7 @@ class Rwkv5Cuda(MatrixCuda):
         self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
     ) -> None:
         self._sizes = sizes
-        super().__init__(config, canonical_shapes(sizes), spec, dtype, Kind(False, sizes.is_gated), place=place)
+        super().__init__(config, spec, dtype, Kind(False, sizes.is_gated), place=place)
 
     def make_layer(self, index: int) -> _Layer:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""

@@ -26,7 +26,7 @@ from kittiwake.families.rwkv6_names import (
     read_sizes,
 )
 from kittiwake.families.rwkv56_names import HINT
-from kittiwake.families.rwkv56_settings import Stated, read_config, read_metadata
+from kittiwake.families.rwkv56_settings import read_config, read_metadata
 from kittiwake.families.rwkv_channel_mix import GatedChannelMix
 from kittiwake.families.rwkv_cpu import MakeGroup, Rows, RwkvCpuLayer
 from kittiwake.families.rwkv_matrix import MatrixFamily, MatrixModel, check_manifest_ranks
@@ -62,12 +62,11 @@ class Rwkv6Family(MatrixFamily):
         if layout is None:
             raise ModelError(f"{source.path} does not hold the tensors of an RWKV-6")
         sizes = read_sizes(layout, source)
-        stated = Stated("6.0", sizes.layers, sizes.width, sizes.heads, sizes.ffn, sizes.vocab)
         if layout is GGUF:
             ranks = {"time_mix_extra_dim": sizes.mix_rank, "time_decay_extra_dim": sizes.decay_rank}
-            eps = read_metadata(stated, ranks, source.config or {}, source.path)
+            eps = read_metadata(sizes, ranks, source.config or {}, source.path)
         else:
-            eps = read_config(stated, layout.key, source.config, source.path)
+            eps = read_config("6.0", sizes, layout.key, source.config, source.path)
         check_places(source, places_of(layout, sizes, source), canonical_shapes(sizes), "RWKV-6", hint=HINT)
         own = {"ranks": {"mix": sizes.mix_rank, "decay": sizes.decay_rank}}
         return self.make_config(sizes, own, layout.key, eps)

@@ -9,7 +9,7 @@ from kittiwake.engine.states import StateSpec
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_model import CudaModel
 from kittiwake.families.cuda_rows import Rows
-from kittiwake.families.rwkv6_names import CHANNEL_MIXES, MIXES, PRODUCTS, Sizes, canonical_shapes
+from kittiwake.families.rwkv6_names import CHANNEL_MIXES, MIXES, PRODUCTS, Sizes
 from kittiwake.families.rwkv56_cuda import MatrixCuda, MatrixCudaLayer
 from kittiwake.families.rwkv_cuda import LayerShift
 from kittiwake.layers.cuda_linear import CudaProduct
@@ -48,7 +48,7 @@ class Rwkv6Cuda(MatrixCuda):
         self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
     ) -> None:
         self._sizes = sizes
-        super().__init__(config, canonical_shapes(sizes), spec, dtype, Kind(True, True), place=place)
+        super().__init__(config, spec, dtype, Kind(True, True), place=place)
 
     def make_layer(self, index: int) -> _Layer:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""

@@ -14,7 +14,7 @@ from kittiwake.engine.states import StateSpec
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_model import Copies, CudaModel
 from kittiwake.families.cuda_rows import Rows
-from kittiwake.families.rwkv7_names import MIXES, RANKS, Sizes, canonical_shapes, ranks_of
+from kittiwake.families.rwkv7_names import MIXES, RANKS, Sizes, ranks_of
 from kittiwake.families.rwkv_time_state import initial_matrix_state
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.ops.shift_mix.triton import commit_shifts, shift_mix
@@ -84,7 +84,7 @@ class Rwkv7Cuda(CudaModel):
     def __init__(
         self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
     ) -> None:
-        super().__init__(config, canonical_shapes(sizes), spec, dtype, place=place)
+        super().__init__(config, spec, dtype, place=place)
         self._sizes = sizes
         self._group_eps = float(config.extra["group_norm_eps"])
         self._layer_list = [_Layer(index, sizes, self) for index in range(sizes.layers)]

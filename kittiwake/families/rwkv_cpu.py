@@ -15,9 +15,9 @@ import torch
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateSpec, StateTable
-from kittiwake.errors import ModelError
+from kittiwake.families.canonical import check_finite
 from kittiwake.families.contract import ModelConfig
-from kittiwake.families.rwkv_names import Shapes, listed
+from kittiwake.families.rwkv_names import Shapes
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
 from kittiwake.layers.probe import pick_products
 from kittiwake.ops.matmul.cpu import activate_columns
@@ -134,7 +134,6 @@ class RwkvCpuModel(ABC, Generic[Layer]):
         self._norms = {name: np.zeros((2, width), dtype=np.float32) for name in ("embedding_norm", "output_norm")}
         self._all_groups = [*(group for layer in self._layers for group in layer.groups), self._head]
         self._groups = {product.name: group for group in self._all_groups for product in group.products}
-        self._missing = set(shapes)
         self._workspace = Workspace()
 
     @abstractmethod
@@ -163,10 +162,7 @@ class RwkvCpuModel(ABC, Generic[Layer]):
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; NaN and infinite weights are refused by name."""
-        # the ends tell of NaN too, in one pass and without a second tensor beside the first
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-            raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
-        self._missing.discard(name)
+        check_finite(name, tensor)
         if name in self._groups:
             self._groups[name].load(name, tensor)
         elif name == "embedding.weight":
@@ -177,11 +173,6 @@ class RwkvCpuModel(ABC, Generic[Layer]):
         else:
             norm, part = name.split(".")
             self._norms[norm][("weight", "bias").index(part)] = tensor.float().numpy()
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a tensor never came."""
-        if self._missing:
-            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel a request can meet, or fetch it from the cache, so that no request waits for it."""

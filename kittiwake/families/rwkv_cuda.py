@@ -21,7 +21,6 @@ from kittiwake.families.contract import ModelConfig
 from kittiwake.families.cuda_model import Addend, Copies, CudaModel
 from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv_cpu import Change
-from kittiwake.families.rwkv_names import Shapes
 from kittiwake.families.rwkv_rescale import RESCALED, scale_of_stream
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.ops.shift_mix.triton import Added, commit_shifts, shift_mix
@@ -92,13 +91,12 @@ class GatedCuda(CudaModel, Generic[Layer]):
     def __init__(
         self,
         config: ModelConfig,
-        shapes: Shapes,
         state_spec: StateSpec,
         dtype: str,
         *,
         place: torch.device | None = None,
     ) -> None:
-        super().__init__(config, shapes, state_spec, dtype, place=place)
+        super().__init__(config, state_spec, dtype, place=place)
         self._layer_list = [self.make_layer(index) for index in range(config.layers)]
         self._by_name = {product.name: group for group in self.groups for product in group.products}
         self._ffn = int(config.extra["ffn"])

@@ -13,9 +13,10 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.config import is_epsilon
 from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError
+from kittiwake.families.canonical import check_bundle_names, check_tensor, fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.rwkv_cpu import RwkvCpuModel
-from kittiwake.families.rwkv_names import Place, Shapes, check_tensor, listed
+from kittiwake.families.rwkv_names import Place, Shapes
 from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
@@ -76,12 +77,7 @@ class RwkvFamily(ABC):
         if config.layers > len(infos):
             raise BundleError(f"{source.path} holds {len(infos)} tensors, its manifest asks for {config.layers} layers")
         shapes = self.shapes(config)
-        unknown, missing = sorted(set(infos) - set(shapes)), sorted(set(shapes) - set(infos))
-        if unknown or missing:
-            raise BundleError(
-                f"{source.path} does not hold the tensors its manifest asks for: "
-                f"unknown {listed(unknown)}; missing {listed(missing)}"
-            )
+        check_bundle_names(source, shapes)
         for name, shape in shapes.items():
             check_tensor(infos[name], shape, source)
 
@@ -115,25 +111,8 @@ class RwkvFamily(ABC):
         model: RwkvCpuModel[Any] | CudaModel
         on_card = device == "cuda"
         model = self.make_cuda_model(config, dtype) if on_card else self.make_model(config, dtype, threads, progress)
-        total = len(self.shapes(config))
-        for done, (name, tensor) in enumerate(tensors):
-            model.load(name, tensor)
-            if progress is not None:
-                progress("loading tensors", done + 1, total)
-        model.check_loaded()
-        model.warm_up(progress)
+        fill(model, tensors, self.shapes(config), progress)
         return model
-
-
-SIZES = ("layers", "width", "vocab_size")
-"""Keys of a manifest's model section that every family has."""
-
-
-def check_manifest_keys(model: Mapping[str, Any], family: str, extra: Iterable[str]) -> None:
-    """Raise BundleError unless the model section has exactly these keys beside SIZES."""
-    keys = {*SIZES, *extra}
-    if set(model) != keys:
-        raise BundleError(f"manifest model section has keys {sorted(model)}, {family} needs {sorted(keys)}")
 
 
 def check_manifest_count(key: str, value: Any, low: int = 1) -> None:

@@ -11,14 +11,13 @@ import numpy as np
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.states import StateSpec
 from kittiwake.errors import BundleError
+from kittiwake.families.canonical import SIZES, check_manifest_keys
 from kittiwake.families.contract import ModelConfig
 from kittiwake.families.rwkv_cpu import Layer, RwkvCpuModel
 from kittiwake.families.rwkv_family import (
-    SIZES,
     RwkvFamily,
     check_manifest_count,
     check_manifest_epsilons,
-    check_manifest_keys,
 )
 from kittiwake.families.rwkv_names import MatrixSizes, Shapes
 from kittiwake.families.rwkv_settings import Epsilons

@@ -10,12 +10,12 @@ import torch
 
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.errors import ModelError
+from kittiwake.families.canonical import check_tensor, listed
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Our name → shape, products as [N, K] (N outputs)."""
 NORMS = ("time_norm", "channel_norm", "time_mix.group_norm")
 """Norms of a layer; RWKV-4 has no group norm."""
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -188,26 +188,3 @@ def check_presence(
     missing = sorted(expected - names)
     if missing:
         raise ModelError(f"{source.path} lacks tensors of {family}: {listed(missing)}")
-
-
-def check_tensor(info: TensorInfo, shape: tuple[int, ...], source: TensorSource) -> None:
-    """Raise ModelError for another shape ([1, 1, C] passes for [C]) or a type that is not read."""
-    if info.shape != shape and _without_ones(info.shape) != shape:
-        raise ModelError(f"{info.name} in {source.path} has shape {info.shape}, expected {shape}")
-    if info.unreadable:
-        raise ModelError(f"{info.name} in {source.path} {info.unreadable}")
-    if info.dtype not in _FLOATS:
-        raise ModelError(f"{info.name} in {source.path} is {info.dtype}, expected float32, bfloat16 or float16")
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[1, 1, C] → [C], [6, 1, 1, C] → [6, C]; matrices as they are."""
-    if len(shape) == 3 and shape[:2] == (1, 1):
-        return shape[2:]
-    return (shape[0], shape[3]) if len(shape) == 4 and shape[1:3] == (1, 1) else shape
-
-
-def listed(names: list[str], most: int = 6) -> str:
-    """The first few names, and how many more there are."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "none") + rest

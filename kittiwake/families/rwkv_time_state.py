@@ -7,13 +7,11 @@ head's matrix as [V, K], ours are [K, V].
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.engine.states import StatePart, StateSpec
 from kittiwake.errors import ModelError
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from kittiwake.families.canonical import FLOATS
 
 
 def read_time_state(source: TensorSource, layers: int, heads: int, size: int, *, transpose: bool = False) -> np.ndarray:
@@ -35,7 +33,7 @@ def read_time_state(source: TensorSource, layers: int, heads: int, size: int, *,
     state = np.empty((layers, heads, size, size), dtype=np.float32)
     for layer, name in enumerate(names):
         info = infos[name]
-        if info.shape != (heads, size, size) or info.dtype not in _FLOATS:
+        if info.shape != (heads, size, size) or info.dtype not in FLOATS:
             raise ModelError(
                 f"{name} in {source.path} is {info.dtype} {info.shape}, expected {(heads, size, size)} in float32, "
                 "bfloat16 or float16"

@@ -6,16 +6,16 @@ give the bits of the narrow one on this card (:func:`prove_experts`), or the nar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 import triton
 
-from kittiwake.errors import DeviceError, ModelError
-from kittiwake.layers.cuda_linear import CANNOT_RUN, same_bits
-from kittiwake.layers.experts import PARTS
+from kittiwake.errors import DeviceError
+from kittiwake.layers.cuda_linear import CANNOT_RUN, padded_depth, same_bits
+from kittiwake.layers.experts import ExpertWeights
 from kittiwake.ops.experts.triton import (
     Grouped,
     Tiling,
@@ -28,14 +28,12 @@ from kittiwake.ops.experts.triton import (
     sum_pairs,
 )
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.progress import Progress
 
-Tell = Callable[[str, int, int], None]
 ROWS_AT_ONCE = 4096
 """Rows whose pairs are kept at a time: what is kept for them is the same for prompts of any length."""
 DIRECT_ROWS = 4
 """Up to so many rows, few pairs share an expert: bringing them together would cost more than it saves."""
-DEPTH_PADDING = 16
-"""Rows of weights begin at multiples of so many elements."""
 PAIR_LIMITS = (8, 24, 96, 1 << 30)
 """A tiling serves up to so many pairs an expert, on average."""
 NARROW_BM = 16
@@ -125,7 +123,7 @@ class _Shape:
         }
 
 
-class CudaExpertGroup:
+class CudaExpertGroup(ExpertWeights):
     """E experts of C channels and ff hidden ones, k for each row; see :mod:`kittiwake.ops.experts`."""
 
     def __init__(
@@ -140,49 +138,16 @@ class CudaExpertGroup:
         device: torch.device,
     ) -> None:
         """Raises ModelError when a row would want more experts than there are."""
-        if not 1 <= top_k <= experts:
-            raise ModelError(f"{top_k} experts a row were asked for, expected 1 to {experts}, the number there is")
-        self._prefix, self._is_renormalised, self._device = prefix, is_renormalised, device
+        super().__init__(prefix, experts, top_k)
+        self._is_renormalised, self._device = is_renormalised, device
         self.shape = _Shape(experts, width, ff, top_k, element)
         # rows padded to whole groups of bytes; what pads them is never read
-        self._gate_up = torch.zeros((experts, 2 * ff, _padded(width)), dtype=element, device=device)
-        self._down = torch.zeros((experts, width, _padded(ff)), dtype=element, device=device)
-        self._missing = {"gate", "up", "down"}
+        self._gate_up = torch.zeros((experts, 2 * ff, padded_depth(width)), dtype=element, device=device)
+        self._down = torch.zeros((experts, width, padded_depth(ff)), dtype=element, device=device)
         self.picks = ExpertPicks(tilings(width, ff, element))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts."""
-        return self._gate_up.nbytes + self._down.nbytes
-
-    @property
-    def active_nbytes(self) -> int:
-        """Bytes that one row reads."""
-        return self.nbytes * self.shape.top_k // self.shape.experts
-
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the weights of all experts, [E, outputs, inputs] as stored, to their place, rounded, an expert at a time.
-
-        ``name`` is the prefix and one of PARTS. Raises ModelError for another name or shape.
-        """
-        part = name.removeprefix(self._prefix)
-        if not name.startswith(self._prefix) or part not in PARTS:
-            raise ModelError(f"{name} is not a weight of these experts, expected {self._prefix} and one of {PARTS}")
-        ff, width = self.shape.ff, self.shape.width
-        into = self._down[:, :, :ff] if part == "down" else self._gate_up[:, :, :width]
-        if part in ("gate", "up"):
-            into = into[:, :ff] if part == "gate" else into[:, ff:]
-        if tensor.shape != into.shape:
-            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(into.shape)}")
-        for kept, stored in zip(into, tensor, strict=True):
-            kept.copy_(stored)
-        self._missing -= {"gate", "up"} if part == "gate_up" else {part}
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a weight was never loaded."""
-        if self._missing:
-            missing = ", ".join(f"{self._prefix}{part}" for part in sorted(self._missing))
-            raise ModelError(f"weights of experts missing: {missing}")
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gate_up[:, :, : self.shape.width], self._down[:, :, : self.shape.ff]
 
     def workspace_bytes(self, rows: int) -> int:
         """Bytes of :meth:`make_rooms`, of which a forward of so many rows needs one for all layers of this shape."""
@@ -286,10 +251,6 @@ class CudaExpertGroup:
         return document | {"replaced": list(self.picks.replaced)}
 
 
-def _padded(depth: int) -> int:
-    return -(-depth // DEPTH_PADDING) * DEPTH_PADDING
-
-
 def _told(tiling: Tiling) -> str:
     """In a few characters."""
     return " ".join("x".join(map(str, astuple(config))) for config in (tiling.gate_up, tiling.down))
@@ -298,7 +259,7 @@ def _told(tiling: Tiling) -> str:
 # -- proof
 
 
-def prove_experts(groups: Sequence[CudaExpertGroup], tell: Tell | None = None) -> None:
+def prove_experts(groups: Sequence[CudaExpertGroup], progress: Progress | None = None) -> None:
     """Set the picks of every group: its tilings, with those replaced that give other bits than the narrow one.
 
     Groups of one shape are served alike. Raises what a launch raises when this card cannot run the narrow tiling.
@@ -310,8 +271,8 @@ def prove_experts(groups: Sequence[CudaExpertGroup], tell: Tell | None = None) -
         picks = _proved(same[0])
         for group in same:
             group.picks = picks
-        if tell is not None:
-            tell("proving experts", done + 1, len(by_shape))
+        if progress is not None:
+            progress("proving experts", done + 1, len(by_shape))
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from kittiwake.ops.matmul import triton as tiles
 from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
+from kittiwake.ops.triton_launch import launch_options
 
 DEPTH_PADDING = 16
+"""Rows of weights begin at multiples of so many elements."""
 ROW_PADDING = 16
 """Rows of inputs and of grouped outputs begin at multiples of so many elements.
 
@@ -103,6 +105,11 @@ def default_tile(depth: int, element: torch.dtype, rows: int, is_grouped: bool) 
     return Config(32, 32, bk, 4, 4) if rows <= 32 else Config(64, 32 if is_grouped else 64, bk, 4, 3)
 
 
+def padded_depth(depth: int) -> int:
+    """Elements from one row of weights to the next."""
+    return -(-depth // DEPTH_PADDING) * DEPTH_PADDING
+
+
 class CudaGroup:
     """Products that are launched together; weights of all in one flat tensor, each [columns, depth] with padding."""
 
@@ -116,7 +123,7 @@ class CudaGroup:
         codes: list[int] = []
         first, column = 0, 0
         for product in products:
-            stride = -(-product.depth // DEPTH_PADDING) * DEPTH_PADDING
+            stride = padded_depth(product.depth)
             padded = -(-product.columns // align) * align
             self._places[product.name] = (first, column, product)
             for begin in range(0, padded, TILE):
@@ -159,7 +166,7 @@ class CudaGroup:
     def matrix(self, name: str) -> torch.Tensor:
         """The weights of one product, a view [columns, depth]."""
         first, _, product = self._places[name]
-        stride = -(-product.depth // DEPTH_PADDING) * DEPTH_PADDING
+        stride = padded_depth(product.depth)
         return self.weight.as_strided((product.columns, product.depth), (stride, 1), first)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
@@ -232,12 +239,11 @@ class CudaGroup:
             ALIGN=self._aligned,
             PADDED=DEPTH_PADDING,
             PRECISION="ieee",
-            OVERLAP=overlap,
             PARTS=parts,
             EARLY=tiles.BEGIN_NEXT if overlap else 0,
             num_warps=config.warps,
             num_stages=config.stages,
-            **({"launch_pdl": True} if overlap else {}),
+            **launch_options(overlap),
         )
 
     def describe(self) -> dict[str, Any]:

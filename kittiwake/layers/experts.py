@@ -13,31 +13,30 @@ from kittiwake.ops.experts.cpu import mix_experts, route, tile_columns
 
 ROWS_AT_ONCE = 512
 """Rows whose pairs are kept at a time: beyond that, the buffers of a long prompt outgrow what reading weights saves."""
-PARTS = ("gate", "up", "gate_up", "down")
-"""What a tensor may hold, after the prefix; gate_up is both halves in one, the gate first."""
+PARTS = ("gate_up", "down")
+"""What a tensor may hold, after the prefix; the rows of the gate stand before those of up."""
 
 
-class ExpertGroup:
-    """E experts of C channels and ff hidden ones, k for each row, in float32 or bfloat16; see :mod:`kittiwake.ops.experts`."""
+class ExpertWeights:
+    """What E experts, k for each row, are loaded into; the class of a device says where it lies."""
 
-    def __init__(
-        self, prefix: str, experts: int, width: int, ff: int, top_k: int, is_renormalised: bool, dtype: str
-    ) -> None:
+    _gate_up: torch.Tensor
+    _down: torch.Tensor
+
+    def __init__(self, prefix: str, experts: int, top_k: int) -> None:
         """Raises ModelError when a row would want more experts than there are."""
         if not 1 <= top_k <= experts:
             raise ModelError(f"{top_k} experts a row were asked for, expected 1 to {experts}, the number there is")
-        self._prefix = prefix
-        self._experts, self._width, self._ff = experts, width, ff
-        self._top_k, self._is_renormalised = top_k, is_renormalised
-        self._gate_up = _tiles(experts, width, ff, dtype, copies=2)
-        self._down = _tiles(experts, ff, width, dtype)
-        self._stored_gate_up, self._stored_down = _as_stored(self._gate_up), _as_stored(self._down)
-        self._missing = {"gate", "up", "down"}
+        self._prefix, self._experts, self._top_k = prefix, experts, top_k
+
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both weights as [E, outputs, inputs], in the order of PARTS; the outputs in one axis or in two."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Bytes of all experts."""
-        return self._stored_gate_up.nbytes + self._stored_down.nbytes
+        return self._gate_up.nbytes + self._down.nbytes
 
     @property
     def active_nbytes(self) -> int:
@@ -45,30 +44,36 @@ class ExpertGroup:
         return self.nbytes * self._top_k // self._experts
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the weights of all experts, [E, outputs, inputs] as stored, to their place, transposed and rounded.
+        """Copy the weights of all experts, [E, outputs, inputs] as stored, to their place, rounded, an expert at a time.
 
         ``name`` is the prefix and one of PARTS. Raises ModelError for another name or shape.
         """
         part = name.removeprefix(self._prefix)
         if not name.startswith(self._prefix) or part not in PARTS:
             raise ModelError(f"{name} is not a weight of these experts, expected {self._prefix} and one of {PARTS}")
-        into = self._down if part == "down" else self._gate_up
-        if part in ("gate", "up"):
-            gate, up = into.chunk(2, dim=1)
-            into = gate if part == "gate" else up
-        _, tiles, depth, columns = into.shape
-        expected = (self._experts, tiles * columns, depth)
+        into = self._views()[PARTS.index(part)]
+        expected = (self._experts, prod(into.shape[1:-1]), into.shape[-1])
         if tuple(tensor.shape) != expected:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
         for kept, stored in zip(into, tensor, strict=True):
-            kept.copy_(stored.view(tiles, columns, depth).transpose(1, 2))
-        self._missing -= {"gate", "up"} if part == "gate_up" else {part}
+            kept.copy_(stored.view(kept.shape))
 
-    def check_loaded(self) -> None:
-        """Raise ModelError when a weight was never loaded."""
-        if self._missing:
-            missing = ", ".join(f"{self._prefix}{part}" for part in sorted(self._missing))
-            raise ModelError(f"weights of experts missing: {missing}")
+
+class ExpertGroup(ExpertWeights):
+    """E experts of C channels and ff hidden ones, k for each row, in float32 or bfloat16; see :mod:`kittiwake.ops.experts`."""
+
+    def __init__(
+        self, prefix: str, experts: int, width: int, ff: int, top_k: int, is_renormalised: bool, dtype: str
+    ) -> None:
+        """Raises ModelError when a row would want more experts than there are."""
+        super().__init__(prefix, experts, top_k)
+        self._width, self._ff, self._is_renormalised = width, ff, is_renormalised
+        self._gate_up = _tiles(experts, width, ff, dtype, copies=2)
+        self._down = _tiles(experts, ff, width, dtype)
+        self._stored_gate_up, self._stored_down = _as_stored(self._gate_up), _as_stored(self._down)
+
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gate_up.transpose(2, 3), self._down.transpose(2, 3)
 
     def __call__(
         self, x: np.ndarray, rows: int, logits: np.ndarray, logits_column: int, workspace: Workspace, y: np.ndarray

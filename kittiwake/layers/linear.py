@@ -178,7 +178,6 @@ class LinearGroup:
         self._table = _table(self._tiles)
         self._shares = _share_out(self._tiles, range(len(self._tiles)), threads)
         self._unproved_shares = _share_out(self._tiles, unproved, threads) if unproved else None
-        self._loaded: set[str] = set()
 
     @property
     def nbytes(self) -> int:
@@ -200,13 +199,6 @@ class LinearGroup:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
         for tile in tiles:
             self.piece(tile).copy_(tensor[tile.first : tile.last].t())
-        self._loaded.add(name)
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a weight was never loaded."""
-        missing = [p.name for p in self.products if p.name not in self._loaded]
-        if missing:
-            raise ModelError(f"weights missing: {', '.join(missing)}")
 
     def __call__(self, x: np.ndarray, rows: int, y: np.ndarray, workspace: Workspace | None = None) -> np.ndarray:
         """x float32 [padded(rows), X] → y [padded(rows), columns] (written and returned), activations applied.

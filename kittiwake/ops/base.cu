@@ -1,30 +1,28 @@
-// What the kernels of several recurrences begin with: the activations' type, and how a launch waits for the one in front.
+// What every kernel in CUDA C++ begins with: the activations' type, and how a launch waits for the one in front.
 //
 // DT: 0 float32, 1 float16, 2 bfloat16 (activations).
 
 typedef unsigned short u16;
+// widen: exact · round_only: as a product is rounded, to infinity where float16 cannot hold it
 #if DT == 0
 typedef float elem;
 __device__ __forceinline__ float widen(elem x) { return x; }
-__device__ __forceinline__ elem narrow(float x) { return x; }
+__device__ __forceinline__ elem round_only(float x) { return x; }
 #elif DT == 1
 typedef u16 elem;
 __device__ __forceinline__ float widen(elem x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ elem narrow(float x) {  // what float16 cannot hold becomes its largest number, not infinity
-  x = x < -65504.f ? -65504.f : x > 65504.f ? 65504.f : x;
-  u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
-}
+__device__ __forceinline__ elem round_only(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 #else
 typedef u16 elem;
 __device__ __forceinline__ float widen(elem x) { return __uint_as_float((unsigned)x << 16); }
-__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+__device__ __forceinline__ elem round_only(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 #endif
-
-#if DT == 1  // as a product is rounded: infinity where float16 cannot hold it
-__device__ __forceinline__ elem round_only(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-#elif DT == 2
-__device__ __forceinline__ elem round_only(float x) { return narrow(x); }
+__device__ __forceinline__ elem narrow(float x) {  // what float16 cannot hold becomes its largest number, not infinity
+#if DT == 1
+  x = x < -65504.f ? -65504.f : x > 65504.f ? 65504.f : x;
 #endif
+  return round_only(x);
+}
 
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900

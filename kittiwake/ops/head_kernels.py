@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import torch
 
-from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, padded_head
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, padded_head, read_sources
 
 LOW_ROWS = 4
 """Sequences up to which decoding makes the low-rank products itself."""
@@ -52,8 +51,7 @@ TILINGS: Tilings = (
 
 def head_source(op: str) -> str:
     """The CUDA C++ text of an op of this kind."""
-    parts = (("kittiwake.ops", "base.cu"), ("kittiwake.ops", "heads.cu"), (f"kittiwake.ops.{op}", f"{op}.cu"))
-    return "".join(files(package).joinpath(name).read_text(encoding="utf-8") for package, name in parts)
+    return read_sources("base.cu", "heads.cu", f"{op}/{op}.cu")
 
 
 def head_defines(head_size: int, dtype: torch.dtype, tiling: Tiling) -> tuple[str, ...]:

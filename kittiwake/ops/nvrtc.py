@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ _FLAGS = ("--std=c++17", "--fmad=false")
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What sources know a type of activations by: DT."""
 _current = threading.local()
+
+
+def read_sources(*names: str) -> str:
+    """The CUDA C++ of files in ``kittiwake/ops``, one behind the other."""
+    return "".join(files("kittiwake.ops").joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def compile_source(source: str, defines: Sequence[str], arch: str) -> bytes:

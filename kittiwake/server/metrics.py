@@ -22,7 +22,6 @@ from prometheus_client.multiprocess import MultiProcessCollector  # noqa: E402
 
 logger = logging.getLogger("kittiwake.server")
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REGISTRY = CollectorRegistry()
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

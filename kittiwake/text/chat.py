@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kittiwake.errors import RequestError, UsageError
+from kittiwake.errors import RequestError
 from kittiwake.text.reasoning import split_reasoning
 from kittiwake.text.tokenizer import Tokenizer
 
@@ -211,13 +211,6 @@ def _read_content(where: str, content: object) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:76] + " ..."
-
-
-def template_named(name: str) -> TurnTemplate:
-    """A template of TEMPLATES. Raises UsageError naming those there are."""
-    if name not in TEMPLATES:
-        raise UsageError(f"there is no chat template {_short(name)}", f"known: {', '.join(TEMPLATES)}")
-    return TEMPLATES[name]
 
 
 def encode_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from kittiwake.bench.cases import InexactError, random_ids
 from kittiwake.bench.floors import Ceilings
 from kittiwake.bench.subject import Subject
-from kittiwake.bench.trip import Trip, measure_depths, measure_trip, parse_depths
+from kittiwake.bench.trip import Trip, measure_depths, parse_depths
 from kittiwake.config import EngineConfig
 from kittiwake.engine.states import PartKind, StatePart, StateSpec
 from kittiwake.errors import KittiwakeError, PagesError, UsageError
@@ -26,9 +26,10 @@ def _loaded(model: SumModel) -> Loaded:
 
 def test_a_trip_feeds_the_prompt_in_pieces_and_decodes_step_by_step() -> None:
     model = SumModel()
-    prefill, decode = measure_trip(
+    ((prefill, decode),) = measure_depths(
         _loaded(model),
         Trip(prompt=10, generate=4, depth=6),
+        [6],
         EngineConfig(max_rows=4, max_chunk=4, threads=1),
         1,
         repeat=2,
@@ -46,8 +47,8 @@ def test_a_trip_feeds_the_prompt_in_pieces_and_decodes_step_by_step() -> None:
 def test_requests_decode_side_by_side() -> None:
     model = SumModel()
     ceilings = Ceilings(1e9, 1e9, "")
-    prefill, decode = measure_trip(
-        _loaded(model), Trip(3, 5, requests=4), EngineConfig(threads=1), 1, repeat=1, ceilings=ceilings
+    ((prefill, decode),) = measure_depths(
+        _loaded(model), Trip(3, 5, requests=4), [0], EngineConfig(threads=1), 1, repeat=1, ceilings=ceilings
     )
     assert (4, 12) in model.calls
     assert model.calls.count((4, 4)) >= 10
@@ -59,7 +60,9 @@ def test_requests_decode_side_by_side() -> None:
 
 def test_inexact_work_has_no_trip() -> None:
     with pytest.raises(InexactError):
-        measure_trip(_loaded(SumModel(crowd_leak=1.0)), Trip(3, 2, requests=2), EngineConfig(threads=1), 0, repeat=1)
+        measure_depths(
+            _loaded(SumModel(crowd_leak=1.0)), Trip(3, 2, requests=2), [0], EngineConfig(threads=1), 0, repeat=1
+        )
 
 
 def test_depths_are_numbers_of_tokens_and_k_is_1024() -> None:

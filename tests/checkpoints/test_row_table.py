@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
 from kittiwake.checkpoints.reader import FilePlace, open_checkpoint
-from kittiwake.checkpoints.row_table import RowTable, copy_rows, unpacked_table
-from kittiwake.errors import CheckpointError, OutputError
+from kittiwake.checkpoints.row_table import RowTable, unpacked_table
+from kittiwake.errors import CheckpointError
 
 
 def write(path: Path, size: int) -> Path:
@@ -132,17 +132,3 @@ def test_a_table_of_another_kind_is_unpacked_beside(tmp_path: Path, monkeypatch:
             unpacked_table(source, "table")
     del table
     assert not place.path.exists()
-
-
-def test_rows_are_copied_to_one_file(tmp_path: Path) -> None:
-    one, two = write(tmp_path / "one", 1000), write(tmp_path / "two", 500)
-    table = RowTable([FilePlace(one, 10, 64, "BF16"), FilePlace(two, 4, 32, "BF16")], 8)
-    told: list[tuple[int, int]] = []
-    copy_rows(table, tmp_path / "out", lambda _what, done, total: told.append((done, total)))
-    assert (tmp_path / "out").read_bytes() == one.read_bytes()[10:74] + two.read_bytes()[4:36]
-    assert told == [(64, 96), (96, 96)]
-    with pytest.raises(OutputError):
-        copy_rows(table, tmp_path / "out")
-    two.write_bytes(b"short")
-    with pytest.raises(CheckpointError, match="cut short: 31 bytes of rows are missing"):
-        copy_rows(table, tmp_path / "again")

@@ -129,7 +129,7 @@ def test_a_replayed_graph_draws_what_eager_calls_draw() -> None:
     sampler.set_row(4, fresh, 0, (), banned=(5,))
     graph.replay()
     assert out[4].item() == 77
-    sampler.ban(4, [77])
+    sampler.set_row(4, fresh, 0, (), banned=(77,))
     graph.replay()
     assert out[4].item() != 77
 

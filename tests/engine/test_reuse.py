@@ -356,18 +356,6 @@ def test_a_state_kept_after_a_hit_is_whole() -> None:
         state.logits[:] = np.nan  # it is the caller's own
 
 
-def test_the_state_of_a_text_can_be_asked_for() -> None:
-    engine, prompt = make(), prompt_of(30)
-    assert engine.cached_state(prompt) is None
-    ask(engine, prompt, PARAMS)
-    state = engine.cached_state(prompt)
-    assert state is not None and state.tokens == tuple(prompt)
-    assert bits(ask(make_engine(), [7], PARAMS, start_from=state)) == fresh([*prompt, 7], PARAMS)
-    assert engine.cached_state(prompt[:-1]) is None
-    engine.clear_cache()
-    assert engine.cached_state(prompt) is None and make_engine().cached_state(prompt) is None
-
-
 @pytest.mark.parametrize("borders", [(31,), (5, 5), (0,), (7, 3)])
 def test_borders_that_cannot_be_are_refused(borders: tuple[int, ...]) -> None:
     engine = make()

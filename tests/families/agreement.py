@@ -28,6 +28,17 @@ def load(tensors: Tensors, dtype: str = "auto", threads: int = 2) -> Model:
     return load_tensors(tensors, EngineConfig(threads=threads, dtype=dtype)).model
 
 
+def changed(stored: Tensors, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A checkpoint with tensors replaced, added, or (None) left out; "__" stands for a dot."""
+    table = {**stored, **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+    return {name: tensor for name, tensor in table.items() if tensor is not None}
+
+
+def renamed(stored: Tensors, old: str, new: str) -> dict[str, torch.Tensor]:
+    """A checkpoint with other names."""
+    return {name.replace(old, new): tensor for name, tensor in stored.items()}
+
+
 def run(model: Model, ids: Sequence[int], pieces: Sequence[int] | None = None) -> Run:
     """From an empty state; the ids in pieces of these lengths, or all at once."""
     table = StateTable(model.state_spec, 1)

@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton import language as tl
 from triton.runtime import interpreter
 
 from kittiwake.bench.rwkv4_shapes import Rwkv4Shape, random_rwkv4
@@ -28,7 +26,6 @@ from kittiwake.families.registry import recognise
 from kittiwake.load import TensorDict
 from kittiwake.ops import head_kernels
 from kittiwake.ops.head_kernels import TILINGS
-from kittiwake.ops.matmul import triton as products
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
 from kittiwake.ops.wkv7 import cuda as wkv7
@@ -36,7 +33,7 @@ from tests.emulator.kernels import EmulatedKernel
 from tests.families.agreement import Run, assert_agrees
 from tests.families.recorded_graphs import recorded_graphs
 from tests.ops.interpreted_experts import _dot_in_order
-from tests.ops.interpreted_kernels import _patch_with_index
+from tests.ops.interpreted_kernels import make_interpretable
 from tests.oracles.measure import relative_error
 
 CPU = torch.device("cpu")
@@ -57,10 +54,8 @@ every_case = pytest.mark.parametrize("name", CASES)
 @pytest.fixture(scope="module", autouse=True)
 def _interpretable() -> Any:
     """CUDA's library of functions has no interpreter: a stand-in of the same meaning, not of the same bits."""
-    functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "libdevice", functions)
-        patch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+        make_interpretable(patch)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
         for module in (wkv4, head_kernels):
             patch.setattr(module, "CudaKernel", EmulatedKernel)
@@ -96,7 +91,6 @@ def on_card(name: str, dtype: str = "fp32") -> CudaModel:
     model: CudaModel = made(config, module._sizes(config), family.state_spec(config), dtype, place=CPU)
     for tensor_name, tensor in family.canonical(source, config):
         model.load(tensor_name, tensor)
-    model.check_loaded()
     return model
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from kittiwake.bench.rwkv4_shapes import RWKV4_SHAPES, Rwkv4Shape, random_rwkv4
 from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import SavedState, StateTable
+from kittiwake.engine.states import StateTable
 from kittiwake.errors import BundleError, ModelError, UsageError
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.registry import family_named, recognise
@@ -22,11 +22,11 @@ from kittiwake.load import Loaded, TensorDict, load_tensors
 from kittiwake.ops.wkv4 import EMPTY_TOP
 from kittiwake.text.bytes_level import BytesTokenizer
 from kittiwake.verify.laws import LAWS, verify
+from tests.families import agreement
+from tests.families.agreement import Run, Tensors, run, same_run
 from tests.oracles import rwkv4_float64, rwkv_package, transformers_rwkv4
 from tests.oracles.measure import random_ids, relative_error
 from tests.tiny import run_alone, same_state
-
-Tensors = Mapping[str, torch.Tensor]
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 TINY = Rwkv4Shape(2, 32, 256)
@@ -63,28 +63,14 @@ def tiny() -> Loaded:
     return load_whole(random_rwkv4(TINY, seed=4))
 
 
-def run(model: Model, ids: list[int], pieces: Sequence[int] | None = None) -> tuple[np.ndarray, SavedState]:
-    """Logits at every position [T, vocab] and the state after it; the ids in pieces of these lengths, or all at once."""
-    table = StateTable(model.state_spec, 1)
-    slot, rows, at = table.allocate(), [], 0
-    for length in pieces or [len(ids)]:
-        part = ids[at : at + length]
-        rows.append(model.forward(Batch.pack([(slot, part)], [list(range(len(part)))]), table))
-        at += length
-    assert table.positions[slot] == len(ids)
-    return np.concatenate(rows), table.save(slot)
-
-
-def assert_agrees(
-    found: tuple[np.ndarray, SavedState], logits: np.ndarray, state: Mapping[str, np.ndarray], tolerance: float
-) -> None:
+def assert_agrees(found: Run, logits: np.ndarray, state: Mapping[str, np.ndarray], tolerance: float) -> None:
     """Logits and every part of the state, each against the size of its own tensor."""
     assert relative_error(found[0], logits) < tolerance
-    assert found[1].parts.keys() == state.keys()
-    assert (found[1].parts["den"] > 0).all()  # so the largest exponent means something everywhere
+    assert found[1].keys() == state.keys()
+    assert (found[1]["den"] > 0).all()  # so the largest exponent means something everywhere
     for part, expected in state.items():
-        assert found[1].parts[part].shape == expected.shape
-        assert relative_error(found[1].parts[part], expected) < tolerance, part
+        assert found[1][part].shape == expected.shape
+        assert relative_error(found[1][part], expected) < tolerance, part
 
 
 # Agreement
@@ -176,22 +162,19 @@ def test_transformers_still_gives_what_was_recorded(tmp_path: Path) -> None:
 
 def test_every_cut_of_a_prompt_has_the_same_bits() -> None:
     model, ids = tiny().model, random_ids(TINY, 75)
-    logits, state = run(model, ids)
+    whole = run(model, ids)
     for first in range(1, 75):
-        found, after = run(model, ids, [first, 75 - first])
-        assert found.tobytes() == logits.tobytes() and same_state(after, state), first
-    stepwise, after = run(model, ids, [1] * 75)
-    assert stepwise.tobytes() == logits.tobytes() and same_state(after, state)
+        assert same_run(run(model, ids, [first, 75 - first]), whole), first
+    assert same_run(run(model, ids, [1] * 75), whole)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5, 7])
 def test_threads_change_no_bit_of_a_prompt_in_pieces(threads: int) -> None:
     ids, tensors = random_ids(SHAPES["odd"], 75), random_rwkv4(SHAPES["odd"], seed=1)
     model = load(tensors, threads=threads)
-    logits, state = run(model, ids)
+    whole = run(model, ids)
     for pieces in ([64, 11], [1, 74], [30, 1, 1, 43]):
-        found, after = run(model, ids, pieces)
-        assert found.tobytes() == logits.tobytes() and same_state(after, state)
+        assert same_run(run(model, ids, pieces), whole)
 
 
 def test_a_sequence_in_a_crowd_has_the_bits_it_has_alone() -> None:
@@ -232,8 +215,7 @@ def test_weights_kept_in_bfloat16_and_widened_have_the_same_bits() -> None:
     tensors, ids = random_rwkv4(TINY, seed=5), random_ids(TINY, 40)
     narrow, wide = load(tensors, dtype="bf16"), load(tensors, dtype="fp32")
     assert narrow.weight_bytes * 2 == wide.weight_bytes
-    (left, left_state), (right, right_state) = run(narrow, ids), run(wide, ids, [1, 39])
-    assert left.tobytes() == right.tobytes() and same_state(left_state, right_state)
+    assert same_run(run(narrow, ids), run(wide, ids, [1, 39]))
 
 
 def test_what_a_state_and_a_step_cost_is_told() -> None:
@@ -251,11 +233,7 @@ def test_what_a_state_and_a_step_cost_is_told() -> None:
 # Refusals
 
 
-def changed(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tiny checkpoint with tensors replaced, added, or (None) left out; "__" stands for a dot."""
-    table: dict[str, torch.Tensor | None] = {**random_rwkv4(TINY, seed=4)}
-    table |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in table.items() if tensor is not None}
+changed = partial(agreement.changed, random_rwkv4(TINY, seed=4))
 
 
 @pytest.mark.parametrize(

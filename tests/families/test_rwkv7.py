@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,15 +14,15 @@ from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import BundleError, ModelError
-from kittiwake.families.contract import Model, ModelConfig
+from kittiwake.families.contract import ModelConfig
 from kittiwake.families.registry import family_named, recognise
 from kittiwake.families.rwkv7 import Rwkv7Family
 from kittiwake.load import TensorDict, load_tensors
+from tests.families import agreement
+from tests.families.agreement import Tensors, load, renamed, run
 from tests.oracles import rwkv7_float64, rwkv_package
 from tests.oracles.measure import random_ids, relative_error
 from tests.tiny import SHAPE, run_alone, same_state, tiny_model, tiny_tensors
-
-Tensors = Mapping[str, torch.Tensor]
 
 SHAPES = {
     "heads of 64": small(3, 128),
@@ -31,22 +32,6 @@ SHAPES = {
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 needs_rwkv = pytest.mark.skipif(not rwkv_package.is_available(), reason=rwkv_package.SKIP_REASON)
-
-
-def load(tensors: Tensors, dtype: str = "auto") -> Model:
-    return load_tensors(tensors, EngineConfig(threads=2, dtype=dtype)).model
-
-
-def run(model: Model, ids: list[int], pieces: list[int] | None = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits at every position [T, vocab] and the state after it; the ids in pieces of these lengths, or all at once."""
-    table = StateTable(model.state_spec, 1)
-    slot, rows, at = table.allocate(), [], 0
-    for length in pieces or [len(ids)]:
-        part = ids[at : at + length]
-        rows.append(model.forward(Batch.pack([(slot, part)], [list(range(len(part)))]), table))
-        at += length
-    assert table.positions[slot] == len(ids)
-    return np.concatenate(rows), dict(table.save(slot).parts)
 
 
 def assert_agrees(
@@ -205,15 +190,7 @@ def test_what_was_picked_is_described() -> None:
 # Refusals
 
 
-def renamed(tensors: Tensors, old: str, new: str) -> dict[str, torch.Tensor]:
-    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
-
-
-def changed(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tiny checkpoint with tensors replaced, added, or (None) left out; "__" stands for a dot."""
-    table: dict[str, torch.Tensor | None] = {**tiny_tensors()}
-    table |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in table.items() if tensor is not None}
+changed = partial(agreement.changed, tiny_tensors())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import starmap
+
 import numpy as np
 
 
@@ -12,6 +15,21 @@ def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
         return False
     left, right = (np.ascontiguousarray(array).view(np.uint32) for array in (found, expected))
     return bool(np.array_equal(left, right))
+
+
+Found = np.ndarray | Sequence[np.ndarray] | Mapping[str, np.ndarray]
+"""What a kernel gives: one array, several, or several with names."""
+
+
+def all_same_bits(found: Found, expected: Found) -> bool:
+    """Whether every array has the same bits."""
+    return all(starmap(same_bits, zip(_arrays(found), _arrays(expected), strict=True)))
+
+
+def _arrays(found: Found) -> Sequence[np.ndarray]:
+    if isinstance(found, np.ndarray):
+        return [found]
+    return [found[name] for name in sorted(found)] if isinstance(found, Mapping) else found
 
 
 def ulps_off(found: np.ndarray, exact: np.ndarray) -> np.ndarray:

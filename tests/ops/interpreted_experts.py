@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from kittiwake.ops.ngram_mix.cases import CASES as NGRAM_CASES
 from kittiwake.ops.ngram_mix.cases import NgramMixCase
 from kittiwake.ops.packed import Packed
 from tests.ops.bits import same_bits
-from tests.ops.interpreted_kernels import _patch_with_index
+from tests.ops.interpreted_kernels import make_interpretable
 from tests.ops.pieces import cut_in_two
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
@@ -66,10 +65,7 @@ def _widened(part: Any) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's library of functions has no interpreter: a stand-in of the same meaning, not of the same bits."""
-    for module in (kernels, ngram_kernels):
-        monkeypatch.setattr(module, "libdevice", SimpleNamespace(exp=lambda x: tl.exp(x)))
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+    make_interpretable(monkeypatch)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
 
 
@@ -211,7 +207,6 @@ def made_group(case: ExpertsCase, inputs: Arrays, element: torch.dtype = torch.f
     group = CudaExpertGroup("e.", case.experts, case.width, case.ff, case.top_k, case.is_renormalised, element, CPU)
     for part in ("gate_up", "down"):
         group.load(f"e.{part}", torch.from_numpy(np.ascontiguousarray(inputs[part].swapaxes(1, 2))))
-    group.check_loaded()
     return group
 
 

@@ -12,6 +12,8 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
+from kittiwake.ops import triton_math
+from kittiwake.ops.experts import triton as experts
 from kittiwake.ops.matmul import triton as products
 from kittiwake.ops.matmul.cases import CASES as PRODUCT_CASES
 from kittiwake.ops.matmul.cases import MatmulCase
@@ -35,12 +37,17 @@ def _patch_with_index(tensor: Any, *rest: Any) -> None:
     tensor.__index__ = lambda self: int(self.handle.data.item())
 
 
-@pytest.fixture(autouse=True)
-def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_interpretable(patch: pytest.MonkeyPatch) -> None:
     """CUDA's library of functions has no interpreter: stand-ins of the same meaning, not of the same bits."""
     functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))
-    monkeypatch.setattr(products, "libdevice", functions)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+    for module in (products, experts, triton_math):
+        patch.setattr(module, "libdevice", functions)
+    patch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+
+
+@pytest.fixture(autouse=True)
+def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_interpretable(monkeypatch)
 
 
 # Products

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numba
 import numpy as np
 
 from kittiwake.ops.packed import Packed
+from tests.ops.bits import Found, all_same_bits
 
 THREADS = (1, 2, 3, 5, 7)
 SPARE = 3
@@ -18,6 +19,19 @@ SPARE = 3
 def spared(array: np.ndarray) -> np.ndarray:
     """The rows in a buffer that has SPARE more, of NaN: whoever reads or writes them shows."""
     return np.concatenate([array, np.full((SPARE, *array.shape[1:]), np.nan, np.float32)])
+
+
+def unwritten(rows: int, columns: int) -> np.ndarray:
+    """A buffer for so many rows and SPARE more, all NaN."""
+    return np.full((rows + SPARE, columns), np.nan, np.float32)
+
+
+def check_threads(run: Callable[[], Found], expected: Found) -> None:
+    """The same bits at any number of threads."""
+    for threads in THREADS:
+        with numba_threads(threads):
+            found = run()
+        assert all_same_bits(found, expected), threads
 
 
 @contextmanager

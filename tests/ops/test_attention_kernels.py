@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +15,12 @@ from kittiwake.ops.block_attention import triton_sizes as sizes
 from kittiwake.ops.block_attention.triton import workspace_bytes
 from kittiwake.ops.block_attention.triton_kernels import attend_kernel, enter_kernel, merge_kernel, turn_kernel
 from kittiwake.ops.block_attention.triton_select import score_kernel, select_kernel
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
+from tests.ops.without_card import DTYPES, MOST_SHARED, built, cards, cards_and_dtypes, run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 RELEASED = AttentionShape(24, 2, 256, 64, 4, 128, ratio=4, budget=2048)
 SHAPES = (RELEASED, AttentionShape(3, 1, 7, 2, 2, 5, ratio=3, budget=9), AttentionShape(4, 2, 512, 0))
 PAGE = 256 * 3
-MOST_SHARED = 99 * 1024
-"""Bytes that a block may have on the smallest of these cards."""
 FLOATS = (
     "q_norm", "k_norm", "index_q_norm", "index_k_norm", "turns", "keys", "values", "blocks", "open_rows", "partials",
     "sums", "scores", "maxima", "frequencies",
@@ -35,23 +30,12 @@ NUMBERS = (
     "P", "first", "last", "line", "each", "most_splits", "q_at", "k_at", "v_at", "index_q_at", "index_k_at",
     "proj_stride", "context_stride",
 )  # fmt: skip
-cards = pytest.mark.parametrize("capability", CARDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["agree", "same_bits", "not agree and not same_bits"])
 def test_the_kernels_agree_with_the_references_in_the_interpreter(which: str) -> None:
-    """In processes of their own: Triton reads the variable when it is imported."""
-    # the interpreter computes in numpy, which warns where a card gives infinity
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "-k", which]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED, "-k", which)
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -5,10 +5,6 @@ What one kind of card compiles and another does not is few instructions: what va
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +20,26 @@ from kittiwake.ops.head_kernels import TILINGS, head_defines, head_source
 from kittiwake.ops.matmul import cuda as products
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.wkv7 import cuda as scans
+from tests.ops.without_card import (
+    DTYPES,
+    HEADS,
+    MOST_SHARED,
+    TILINGS_BY_CARD,
+    built,
+    cards,
+    needs_nvrtc,
+    run_interpreted,
+)
 
 INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")
-ROOT = Path(__file__).parents[2]
-CARDS = (80, 90, 100, 120)
-DTYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-HEADS = [(1, torch.float32), (7, torch.float16), (10, torch.bfloat16)]
-HEADS += [(size, dtype) for size in (32, 64) for dtype in DTYPES]
-TILINGS_BY_CARD = [*((90, place) for place in range(len(TILINGS))), (80, 3), (100, 0), (120, 1)]
-cards = pytest.mark.parametrize("capability", CARDS)
-cards_and_dtypes = pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [(card, dtype) for card in CARDS for dtype in DTYPES if card == 90 or dtype == torch.bfloat16],
-    ids=str,
-)
-"""Every dtype on one kind of card, one dtype on every kind."""
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="cuda-bindings with NVRTC is not installed (the extra 'cuda')"
-)
 
 
 @pytest.mark.slow
 def test_the_kernels_agree_with_the_references_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    # the interpreter computes in numpy, which warns where a card gives infinity
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 # Triton, ahead of time
-
-
-def built(kernel: Any, capability: int, types: Mapping[str, str], fixed: Mapping[str, Any], **options: Any) -> Any:
-    """A kernel compiled for a card as a launch of it would be, whatever is not fixed being a number or an address."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (kind != "constexpr" and (name == "C" or name.endswith("stride")))
-    }
-    constants = {(names.index(name),): value for name, value in fixed.items()}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.slow
@@ -110,7 +72,7 @@ def test_products_compile(capability: int, dtype: torch.dtype) -> None:
             num_warps=tile.warps, num_stages=tile.stages, **overlap,
         )  # fmt: skip
         assert len(kernel.asm["cubin"]) > 0
-        assert kernel.metadata.shared <= 99 * 1024  # what a block of the smallest of these cards may have
+        assert kernel.metadata.shared <= MOST_SHARED
 
 
 @pytest.mark.slow

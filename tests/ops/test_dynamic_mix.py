@@ -9,34 +9,25 @@ from kittiwake.ops.dynamic_mix import cpu, reference
 from kittiwake.ops.dynamic_mix.cases import CASES, DynamicMixCase
 from kittiwake.ops.shift_mix.cpu import shift_mix
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 
 EPS = np.float32(1e-5)
-SPARE = 3
-"""Rows of the buffers beyond those of the batch."""
 Arrays = dict[str, np.ndarray]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-def spared(rows: int, columns: int, filled: np.ndarray | None = None) -> np.ndarray:
-    made = np.full((rows + SPARE, columns), np.nan, np.float32)
-    if filled is not None:
-        made[:rows] = filled
-    return made
 
 
 def run(inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> Arrays:
     """Both kernels on copies of the inputs: x, normed, difference, z [N, C], out [N, M C] and shift after them."""
     rows, width = inputs["x"].shape
-    x, y = spared(rows, width, inputs["x"]), inputs["y"]
-    y = spared(rows, width, y) if len(y) else y
-    normed, difference, z = (spared(rows, width) for _ in range(3))
+    x, y = spared(inputs["x"]), inputs["y"]
+    y = spared(y) if len(y) else y
+    normed, difference, z = (unwritten(rows, width) for _ in range(3))
     shift, owner = inputs["shift"].copy(), np.repeat(np.arange(len(slots)), np.diff(starts))
     cpu.open_mix(
         x, y, inputs["weight"], inputs["bias"], EPS, starts, slots, owner, shift, inputs["mix_x"], normed, difference, z
     )
     columns = len(inputs["mix"]) * width
-    low, out = spared(rows, columns, inputs["low"]), spared(rows, columns)
+    low, out = spared(inputs["low"]), unwritten(rows, columns)
     cpu.close_mix(normed, difference, rows, low, inputs["mix"], out)
     found = {"x": x, "normed": normed, "difference": difference, "z": z, "out": out}
     assert all(np.isnan(array[rows:]).all() for array in found.values())
@@ -81,10 +72,7 @@ def test_norms_and_states_have_the_bits_of_the_plain_token_shift(case: DynamicMi
 def test_threads_change_no_bit(case: DynamicMixCase, parallel_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = whole(case)
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

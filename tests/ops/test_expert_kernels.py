@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 from kittiwake.layers.cuda_experts import tilings
 from kittiwake.ops.experts import triton as experts
 from kittiwake.ops.ngram_mix import triton as ngram
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
+from tests.ops.without_card import DTYPES, MOST_SHARED, built, cards, cards_and_dtypes, run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_experts.py")
 INTS = ("E", "P", "T", "C", "ff", "dilation")
@@ -29,9 +26,6 @@ TYPES = (
     | dict.fromkeys((f"{name}_stride" for name in STRIDES), "i32")
     | {"stride": "i32", "root": "fp32", "eps": "fp32"}
 )
-MOST_SHARED = 99 * 1024
-"""Bytes of shared memory that a block of the smallest of these cards may have."""
-cards = pytest.mark.parametrize("capability", CARDS)
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, Any], **options: Any) -> Any:
@@ -49,16 +43,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, 
 
 @pytest.mark.slow
 def test_the_kernels_agree_with_the_references_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.slow

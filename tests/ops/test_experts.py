@@ -10,7 +10,7 @@ from kittiwake.ops.experts import cpu, reference
 from kittiwake.ops.experts.cases import CASES, ExpertsCase
 from kittiwake.ops.matmul import reference as matmul
 from tests.ops.bits import same_bits
-from tests.ops.pieces import SPARE, THREADS, numba_threads, spared
+from tests.ops.pieces import SPARE, THREADS, check_threads, numba_threads, spared, unwritten
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
 
@@ -21,7 +21,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 def route(case: ExpertsCase, logits: np.ndarray, column: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """chosen and shares [N, k]; spare rows stay as they are."""
     rows = len(logits)
-    chosen, shares = np.full((rows + SPARE, case.top_k), -1), np.full((rows + SPARE, case.top_k), np.nan, np.float32)
+    chosen, shares = np.full((rows + SPARE, case.top_k), -1), unwritten(rows, case.top_k)
     cpu.route(spared(logits), column, rows, case.experts, case.is_renormalised, chosen, shares)
     assert (chosen[rows:] == -1).all() and np.isnan(shares[rows:]).all()
     return chosen[:rows], shares[:rows]
@@ -37,9 +37,9 @@ def tiles(weights: np.ndarray) -> np.ndarray:
 def mix(case: ExpertsCase, inputs: Arrays, chosen: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """y [N, C]; the rows of the scratch that no pair has stay as they are, and so do spare rows of y."""
     rows = len(inputs["x"])
-    h = np.full((rows * case.top_k + SPARE, case.ff), np.nan, np.float32)
-    d = np.full((rows * case.top_k + SPARE, case.width), np.nan, np.float32)
-    y = spared(np.full((rows, case.width), np.nan, np.float32))
+    h = unwritten(rows * case.top_k, case.ff)
+    d = unwritten(rows * case.top_k, case.width)
+    y = unwritten(rows, case.width)
     gate_up = np.concatenate([tiles(half) for half in np.split(inputs["gate_up"], 2, axis=2)], axis=1)
     cpu.mix_experts(spared(inputs["x"]), rows, chosen, shares, gate_up, tiles(inputs["down"]), h, d, y)
     assert all(np.isnan(array[used:]).all() for array, used in ((h, len(h) - SPARE), (d, len(d) - SPARE), (y, rows)))
@@ -174,9 +174,7 @@ def test_threads_change_no_bit(case: ExpertsCase, parallel_values: int, monkeypa
     inputs = case.make()
     expected = whole(case, inputs)
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            assert same_bits(whole(case, inputs), expected), threads
+    check_threads(lambda: whole(case, inputs), expected)
 
 
 @every_case
@@ -237,7 +235,7 @@ def test_the_shared_expert_is_gated_and_added(case: ExpertsCase, monkeypatch: py
 def test_gate_and_up_lie_in_their_columns(case: ExpertsCase, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(3)
     gate_up = rng.standard_normal((case.rows, 2 + 2 * case.ff + 1)).astype(np.float32) * 9
-    out = np.full((case.rows + SPARE, case.ff), np.nan, np.float32)
+    out = unwritten(case.rows, case.ff)
     cpu.silu_times(spared(gate_up), 2, case.rows, case.ff, out)
     expected = reference.silu_times(gate_up[:, 2 : 2 + case.ff], gate_up[:, 2 + case.ff : 2 + 2 * case.ff])
     assert relative_error(out[: case.rows], expected) < 1e-6

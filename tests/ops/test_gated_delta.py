@@ -11,7 +11,7 @@ from kittiwake.ops.gated_delta.cases import CASES, GatedDeltaCase
 from kittiwake.ops.gated_delta.heads import key_head_of
 from kittiwake.ops.packed import Packed
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads, spared
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
 
@@ -23,7 +23,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 def run(case: GatedDeltaCase, inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """out [N, nv V] and the states after it; the inputs stay as they are, and spare rows too."""
     rows, heads = len(inputs["qkv"]), case.value_heads
-    out, state = spared(np.full((rows, case.width), np.nan, np.float32)), inputs["state"].copy()
+    out, state = unwritten(rows, case.width), inputs["state"].copy()
     cpu.gated_delta(
         spared(inputs["qkv"]), case.key_heads, case.key_of, spared(inputs["gates"]), case.width, case.width + heads, 0,
         inputs["decay_rate"], inputs["dt_bias"], inputs["norm_weight"], EPS, case.is_silu_gate, starts, slots, state, out,
@@ -83,9 +83,7 @@ def test_it_agrees_with_the_equation_in_float64(case: GatedDeltaCase) -> None:
 def test_threads_change_no_bit(case: GatedDeltaCase, parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_WORK", parallel_work)
-    for threads in THREADS:
-        with numba_threads(threads):
-            assert all(map(same_bits, whole(case), expected)), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

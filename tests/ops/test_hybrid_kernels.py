@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +14,15 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 from kittiwake.ops.gated_delta import triton as delta
 from kittiwake.ops.hyper_mix import triton as mix
 from kittiwake.ops.short_conv import triton as conv
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, ROOT, built, cards_and_dtypes
+from kittiwake.ops.triton_launch import piece_options, row_options
+from tests.ops.without_card import DTYPES, MOST_SHARED, built, cards, cards_and_dtypes, run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_hybrid.py")
-cards = pytest.mark.parametrize("capability", CARDS)
 
 
 @pytest.mark.slow
 def test_the_hybrids_kernels_agree_with_the_references_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, Any], **options: Any) -> Any:
@@ -51,7 +39,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, 
     options |= {"launch_pdl": True} if is_overlapped else {}
     made = built(kernel, capability, types, fixed | {"OVERLAP": is_overlapped}, **options)
     assert len(made.asm["cubin"]) > 0
-    assert made.metadata.shared <= 99 * 1024  # what a block of the smallest of these cards may have
+    assert made.metadata.shared <= MOST_SHARED
     return made
 
 
@@ -88,8 +76,8 @@ def test_a_stream_is_normed_by_one_tree_whatever_was_added_and_whichever_rows_ar
 @cards_and_dtypes
 def test_hyper_connections_compile_and_contract_nothing(capability: int, dtype: torch.dtype) -> None:
     rows, parts = (
-        {name: value for name, value in options(2560, False).items() if name != "OVERLAP"}
-        for options in (mix._row_options, mix._piece_options)
+        {name: value for name, value in options.items() if name != "OVERLAP"}
+        for options in (row_options(2560, False), piece_options(2560, mix.BLOCK, False))
     )
     for kernel, fixed, options in (
         (mix.open_kernel, {"STREAMS": 4}, parts),

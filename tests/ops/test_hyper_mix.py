@@ -9,7 +9,7 @@ import torch
 from kittiwake.ops.hyper_mix import cpu, reference
 from kittiwake.ops.hyper_mix.cases import CASES, HyperMixCase
 from tests.ops.bits import same_bits
-from tests.ops.pieces import SPARE, THREADS, numba_threads, spared
+from tests.ops.pieces import check_threads, spared, unwritten
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
 
@@ -23,7 +23,7 @@ def run(case: HyperMixCase, inputs: Arrays) -> Arrays:
     rows, streams, weight = len(inputs["x"]), case.streams, inputs["weight"]
     x, combined, low = (spared(inputs[name]) for name in ("x", "x", "low"))
     normed, alone = np.full_like(x, np.nan), np.full_like(x, np.nan)
-    mixed = np.full((rows + SPARE, case.width), np.nan, np.float32)
+    mixed = unwritten(rows, case.width)
     y, inject = spared(inputs["y"]), spared(inputs["low"])
     cpu.combine_and_norm(x, y, inject, case.rank, rows, streams, weight, EPS, normed)
     cpu.combine_streams(combined, y, inject, case.rank, rows, streams)
@@ -99,10 +99,7 @@ def test_logits_of_zero_are_a_plain_residual(case: HyperMixCase) -> None:
 def test_threads_change_no_bit(case: HyperMixCase, parallel_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(case, case.make())
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = run(case, case.make())
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: run(case, case.make()), expected)
 
 
 @every_case

@@ -15,13 +15,12 @@ from kittiwake.ops.matmul import reference
 from kittiwake.ops.matmul.cases import CASES, MatmulCase
 from kittiwake.ops.matmul.cpu import ACTIVATIONS, STRIP, WIDE_STRIP, activate, activate_columns, group_product
 from tests.ops.bits import same_bits
+from tests.ops.pieces import spared, unwritten
 
 Share = tuple[int, int, int, int]
 """(thread, product, first column, last column)."""
 EDGE = 3
 """Columns beside the outputs, which must stay as they are."""
-SPARE = 2
-"""Rows of the buffers beyond those of the batch: neither read nor written."""
 
 
 def run_group(
@@ -45,8 +44,7 @@ def run_group(
     whole = [(0, index, 0, weight.shape[1]) for index, weight in enumerate(weights)]
     flat = np.concatenate([weight.reshape(-1) for weight in weights])
     rows = x.shape[0]
-    x = np.concatenate([x, np.full((SPARE, x.shape[1]), np.nan, np.float32)])
-    y = np.full((rows + SPARE, y_column + EDGE), np.nan, np.float32)
+    x, y = spared(x), unwritten(rows, y_column + EDGE)
     group_product(x, rows, flat, np.array(table, dtype=np.int64), np.array(shares or whole, dtype=np.int64), y, strip)
     assert np.isnan(y[:, :EDGE]).all() and np.isnan(y[:, y_column:]).all() and np.isnan(y[rows:]).all()
     return y[:rows, EDGE:y_column]

@@ -9,10 +9,9 @@ from kittiwake.ops.ngram_mix import cpu, reference
 from kittiwake.ops.ngram_mix.cases import CASES, NgramMixCase
 from kittiwake.ops.short_conv import cpu as short_conv_cpu
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 
 EPS = np.float32(1e-6)
-SPARE = 3
 Arrays = dict[str, np.ndarray]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 WEIGHTS = ("norm_key", "norm_query", "norm_conv", "conv_weight")
@@ -21,15 +20,8 @@ WEIGHTS = ("norm_key", "norm_query", "norm_conv", "conv_weight")
 def run(case: NgramMixCase, inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> Arrays:
     """The kernels on copies of the inputs, scratch and spare rows full of NaN before: x and state after it."""
     rows, columns = inputs["x"].shape
-
-    def buffer(filled: np.ndarray | None, width: int) -> np.ndarray:
-        made = np.full((rows + SPARE, width), np.nan, np.float32)
-        if filled is not None:
-            made[:rows] = filled
-        return made
-
-    x, kv, state = buffer(inputs["x"], columns), buffer(inputs["kv"], inputs["kv"].shape[1]), inputs["state"].copy()
-    gated, normed = buffer(None, columns), buffer(None, columns)
+    x, kv, state = spared(inputs["x"]), spared(inputs["kv"]), inputs["state"].copy()
+    gated, normed = unwritten(rows, columns), unwritten(rows, columns)
     weights = [inputs[name] for name in WEIGHTS]
     cpu.ngram_mix(x, kv, case.streams, *weights, case.dilation, EPS, starts, slots, state, gated, normed)
     assert all(np.isnan(array[rows:]).all() for array in (x, kv, gated, normed))
@@ -74,10 +66,7 @@ def test_threads_change_no_bit(case: NgramMixCase, parallel_values: int, monkeyp
     expected = whole(case)
     for module in (cpu, short_conv_cpu):
         monkeypatch.setattr(module, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = whole(case)
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

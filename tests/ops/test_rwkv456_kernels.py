@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,29 +16,16 @@ from kittiwake.ops.matmul import float32
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
 from kittiwake.ops.wkv6.cuda import Kind
-from tests.ops.test_cuda_kernels import CARDS, DTYPES, HEADS, ROOT, TILINGS_BY_CARD, built
+from tests.ops.without_card import DTYPES, HEADS, TILINGS_BY_CARD, built, cards, needs_nvrtc, run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_mixes.py")
 KINDS = (Kind(True, True), Kind(False, True), Kind(False, False))
 """RWKV-6, RWKV-5.1 and 5.2, RWKV-5.0."""
-cards = pytest.mark.parametrize("capability", CARDS)
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="cuda-bindings with NVRTC is not installed (the extra 'cuda')"
-)
 
 
 @pytest.mark.slow
 def test_the_mixes_agree_with_the_references_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.slow

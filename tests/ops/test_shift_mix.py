@@ -10,11 +10,9 @@ from kittiwake.ops.packed import Packed
 from kittiwake.ops.shift_mix import cpu, reference
 from kittiwake.ops.shift_mix.cases import CASES, ShiftMixCase
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 
 EPS = np.float32(1e-5)
-SPARE = 3
-"""Rows of the buffers beyond those of the batch."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -22,15 +20,8 @@ def run(inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> Arrays:
     """The kernel on copies of the inputs, outputs full of NaN before: x, normed, out [N, M C] and shift after it."""
     rows, width = inputs["x"].shape
     mixes = len(inputs["mix"])
-
-    def buffer(columns: int, filled: np.ndarray | None = None) -> np.ndarray:
-        made = np.full((rows + SPARE, columns), np.nan, np.float32)
-        if filled is not None:
-            made[:rows] = filled
-        return made
-
-    x, normed, out = buffer(width, inputs["x"]), buffer(width), buffer(mixes * width)
-    y = buffer(width, inputs["y"]) if len(inputs["y"]) else inputs["y"]
+    x, normed, out = spared(inputs["x"]), unwritten(rows, width), unwritten(rows, mixes * width)
+    y = spared(inputs["y"]) if len(inputs["y"]) else inputs["y"]
     shift, owner = inputs["shift"].copy(), np.repeat(np.arange(len(slots)), np.diff(starts))
     cpu.shift_mix(x, y, inputs["weight"], inputs["bias"], EPS, starts, slots, owner, shift, inputs["mix"], normed, out)
     assert all(np.isnan(array[rows:]).all() for array in (x, normed, out))
@@ -69,10 +60,7 @@ def test_the_state_is_the_last_normed_row_of_each_sequence_and_nothing_else(case
 def test_threads_change_no_bit(case: ShiftMixCase, parallel_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = whole(case)
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

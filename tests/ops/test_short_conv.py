@@ -9,7 +9,7 @@ from kittiwake.ops.packed import Packed
 from kittiwake.ops.short_conv import cpu, reference
 from kittiwake.ops.short_conv.cases import CASES, ShortConvCase
 from tests.ops.bits import same_bits
-from tests.ops.pieces import SPARE, THREADS, cut_in_two, numba_threads, spared
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
 
@@ -20,7 +20,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 def run(case: ShortConvCase, inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """out [N, C] and the state after it; the inputs stay as they are, and spare rows and columns too."""
     rows = len(inputs["x"])
-    out, state = np.full((rows + SPARE, case.width + 2), np.nan, np.float32), inputs["state"].copy()
+    out, state = unwritten(rows, case.width + 2), inputs["state"].copy()
     cpu.short_conv(
         spared(inputs["x"]), case.beside, inputs["weight"], case.dilation, starts, slots, state, out, case.is_silu
     )
@@ -78,9 +78,7 @@ def test_the_state_is_the_last_raw_rows(case: ShortConvCase) -> None:
 def test_threads_change_no_bit(case: ShortConvCase, parallel_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            assert all(map(same_bits, whole(case), expected)), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,12 +9,10 @@ from kittiwake.ops.packed import Packed
 from kittiwake.ops.wkv4 import EMPTY_TOP, cpu, reference
 from kittiwake.ops.wkv4.cases import LARGE_KEY, TIME_MIX_CASES, TimeMixCase
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 from tests.oracles import rwkv4_float64
 from tests.oracles.measure import relative_error
 
-SPARE = 3
-"""Rows of the buffers beyond those of the batch."""
 STATE = ("num", "den", "top")
 Arrays = dict[str, np.ndarray]
 every_case = pytest.mark.parametrize("case", TIME_MIX_CASES, ids=str)
@@ -23,11 +21,9 @@ every_case = pytest.mark.parametrize("case", TIME_MIX_CASES, ids=str)
 def time_mix(inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> Arrays:
     """The kernel on copies of the inputs: out [N, C] and the states after it. Spare rows must stay as they are."""
     rows, width = len(inputs["rkv"]), len(inputs["bonus"])
-    rkv = np.full((rows + SPARE, 3 * width), np.nan, np.float32)
-    rkv[:rows] = inputs["rkv"]
-    out = np.full((rows + SPARE, width), np.nan, np.float32)
+    out = unwritten(rows, width)
     state = {name: inputs[name].copy() for name in STATE}
-    cpu.time_mix(rkv, inputs["log_decay"], inputs["bonus"], starts, slots, *state.values(), out)
+    cpu.time_mix(spared(inputs["rkv"]), inputs["log_decay"], inputs["bonus"], starts, slots, *state.values(), out)
     assert np.isnan(out[rows:]).all()
     return {"out": out[:rows], **state}
 
@@ -89,10 +85,7 @@ def test_a_first_key_of_110_is_right(sign: int) -> None:
 def test_threads_change_no_bit(case: TimeMixCase, parallel_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_VALUES", parallel_values)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = whole(case)
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

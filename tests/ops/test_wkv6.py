@@ -9,13 +9,11 @@ from kittiwake.ops.packed import Packed
 from kittiwake.ops.wkv6 import cpu, reference
 from kittiwake.ops.wkv6.cases import LARGE_KEY, SCAN_CASES, TIME_MIX_CASES, ScanCase, TimeMixCase
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 from tests.oracles import rwkv6_float64
 from tests.oracles.measure import relative_error
 
 EPS = np.float32(64e-5)
-SPARE = 3
-"""Rows of the buffers beyond those of the batch."""
 ROWS = "rwkv"
 """What a scan has a row of for each token."""
 Arrays = dict[str, np.ndarray]
@@ -98,10 +96,7 @@ def test_a_state_kept_whole_keeps_its_bits() -> None:
 def test_threads_change_no_bit_of_a_scan(case: ScanCase) -> None:
     packed = case.packed
     expected = scan(case.make(), packed.starts, packed.slots)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = scan(case.make(), packed.starts, packed.slots)
-        assert all(map(same_bits, found, expected)), threads
+    check_threads(lambda: scan(case.make(), packed.starts, packed.slots), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -119,17 +114,10 @@ def test_cuts_change_no_bit_of_a_scan(case: ScanCase, seed: int) -> None:
 # The time mix
 
 
-def spared(array: np.ndarray) -> np.ndarray:
-    """The rows of an array and a few of NaN after them."""
-    made = np.full((len(array) + SPARE, array.shape[1]), np.nan, np.float32)
-    made[: len(array)] = array
-    return made
-
-
 def time_mix(case: TimeMixCase, inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> Arrays:
     """The kernel on copies of the inputs: out [N, C] and state after it. Spare rows must stay as they are."""
     rows = len(inputs["rkvg"])
-    out = spared(np.full((rows, case.width), np.nan, np.float32))
+    out = unwritten(rows, case.width)
     low = inputs["decay_low"] if case.is_decay_constant else spared(inputs["decay_low"])
     state = inputs["state"].copy()
     cpu.time_mix(spared(inputs["rkvg"]), low, inputs["vectors"], EPS, case.is_gated, starts, slots, state, out)
@@ -186,10 +174,7 @@ def test_threads_change_no_bit_of_a_time_mix(
 ) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_WORK", parallel_work)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = whole(case)
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

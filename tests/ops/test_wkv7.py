@@ -9,13 +9,11 @@ from kittiwake.ops.packed import Packed
 from kittiwake.ops.wkv7 import cpu, reference
 from kittiwake.ops.wkv7.cases import SCAN_CASES, TIME_MIX_CASES, ScanCase, TimeMixCase
 from tests.ops.bits import same_bits
-from tests.ops.pieces import THREADS, cut_in_two, numba_threads
+from tests.ops.pieces import check_threads, cut_in_two, spared, unwritten
 from tests.oracles import fla_wkv7, rwkv7_float64
 from tests.oracles.measure import relative_error
 
 EPS = np.float32(64e-5)
-SPARE = 3
-"""Rows of the buffers beyond those of the batch."""
 Arrays = dict[str, np.ndarray]
 scan_cases = pytest.mark.parametrize("case", SCAN_CASES, ids=str)
 time_mix_cases = pytest.mark.parametrize("case", TIME_MIX_CASES, ids=str)
@@ -77,10 +75,7 @@ def test_the_scan_agrees_with_the_recorded_naive_recurrence(name: str) -> None:
 def test_threads_change_no_bit_of_a_scan(case: ScanCase) -> None:
     packed = case.packed
     expected = scan(case.make(), packed.starts, packed.slots)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = scan(case.make(), packed.starts, packed.slots)
-        assert all(map(same_bits, found, expected)), threads
+    check_threads(lambda: scan(case.make(), packed.starts, packed.slots), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -101,14 +96,8 @@ def test_cuts_change_no_bit_of_a_scan(case: ScanCase, seed: int) -> None:
 def time_mix(case: TimeMixCase, inputs: Arrays, starts: np.ndarray, slots: np.ndarray) -> Arrays:
     """The kernel on copies of the inputs: out [N, C], v_first and state after it. Spare rows must stay as they are."""
     rows = len(inputs["rkv"])
-
-    def spared(array: np.ndarray) -> np.ndarray:
-        made = np.full((rows + SPARE, array.shape[1]), np.nan, np.float32)
-        made[:rows] = array
-        return made
-
     v_first = spared(inputs["v_first"])
-    out = spared(np.full((rows, case.width), np.nan, np.float32))
+    out = unwritten(rows, case.width)
     state = inputs["state"].copy()
     cpu.time_mix(
         spared(inputs["rkv"]), spared(inputs["low"]), v_first, inputs["vectors"], EPS, case.is_first_layer,
@@ -157,10 +146,7 @@ def test_threads_change_no_bit_of_a_time_mix(
 ) -> None:
     expected = whole(case)
     monkeypatch.setattr(cpu, "PARALLEL_WORK", parallel_work)
-    for threads in THREADS:
-        with numba_threads(threads):
-            found = whole(case)
-        assert all(same_bits(found[name], expected[name]) for name in expected), threads
+    check_threads(lambda: whole(case), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,13 +15,13 @@ import torch
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.families.qwen4exp.geometry import Geometry
+from kittiwake.families.qwen4exp.sizes import attention_shape, attention_sizes, delta_sizes, expert_sizes
 from kittiwake.layers.experts import ExpertGroup
 from kittiwake.layers.linear import LinearGroup, Product, Workspace
 from kittiwake.ops.block_attention import (
     AttentionColumns,
     AttentionMemory,
     AttentionNorms,
-    AttentionShape,
     RotaryRows,
 )
 from kittiwake.ops.block_attention.cpu import AttentionRoom, attention_room, block_attention, rotary
@@ -143,7 +143,7 @@ class Delta(Block):
     def __init__(self, prefix: str, rank: int, g: Geometry, make: MakeGroup) -> None:
         super().__init__(prefix)
         self._rank = rank
-        sizes = _delta_sizes(g)
+        sizes = delta_sizes(g)
         self._inputs = self.group(make, *(Product(name, g.width, columns, 0) for name, columns in sizes.items()))
         self._output = self.group(make, Product("output", g.value_width, g.width, 0))
         self._conv = self.array("conv", (g.conv_taps, g.conv_width), taps_first)
@@ -157,7 +157,7 @@ class Delta(Block):
     @staticmethod
     def buffers(g: Geometry) -> Buffers:
         """See the module."""
-        inputs = sum(_delta_sizes(g).values())
+        inputs = sum(delta_sizes(g).values())
         return {"delta_in": inputs, "qkv": g.conv_width, "delta_out": g.value_width, "y": g.width}
 
     def __call__(self, rows: Rows, x: np.ndarray) -> np.ndarray:
@@ -172,11 +172,6 @@ class Delta(Block):
             g.gate == "silu", rows.starts, rows.slots, states.part("delta")[self._rank], out,
         )  # fmt: skip
         return rows.product(self._output, out, "y")
-
-
-def _delta_sizes(g: Geometry) -> dict[str, int]:
-    """Columns of each product that reads the layer's input, in order."""
-    return {"qkv": g.conv_width, "gate": g.value_width, "decay": g.value_heads, "beta": g.value_heads}
 
 
 def frequencies(g: Geometry) -> torch.Tensor:
@@ -199,20 +194,13 @@ class Rotation:
         return rotary(rows.attention.positions, self._frequencies, 1.0, self._ratio, room)
 
 
-def attention_shape(g: Geometry) -> AttentionShape:
-    """The sizes of an attention layer."""
-    return AttentionShape(
-        g.heads, g.kv_heads, g.head_size, g.rotary_size, g.index_heads, g.index_size, g.index_ratio, g.index_budget
-    )
-
-
 class Attention(Block):
     """Gated attention of grouped heads over the blocks that a selector picks."""
 
     def __init__(self, prefix: str, rank: int, g: Geometry, make: MakeGroup) -> None:
         super().__init__(prefix)
         self._rank = rank
-        sizes = _attention_sizes(g)
+        sizes = attention_sizes(g)
         self._inputs = self.group(make, *(Product(name, g.width, columns, 0) for name, columns in sizes.items()))
         self._output = self.group(make, Product("output", g.heads * g.head_size, g.width, 0))
         ends = np.cumsum([0, *sizes.values()]).tolist()
@@ -229,7 +217,7 @@ class Attention(Block):
     @staticmethod
     def buffers(g: Geometry) -> Buffers:
         """See the module."""
-        return {"attention_in": sum(_attention_sizes(g).values()), "context": g.heads * g.head_size, "y": g.width}
+        return {"attention_in": sum(attention_sizes(g).values()), "context": g.heads * g.head_size, "y": g.width}
 
     def __call__(self, rows: Rows, x: np.ndarray, rotation: RotaryRows) -> np.ndarray:
         """x [padded rows, C] → output [padded rows, C]; keys and values are added to the states."""
@@ -246,18 +234,6 @@ class Attention(Block):
         return rows.product(self._output, context, "y")
 
 
-def _attention_sizes(g: Geometry) -> dict[str, int]:
-    """Columns of each product that reads the layer's input, in order."""
-    kv = g.kv_heads * g.head_size
-    return {
-        "query": 2 * g.heads * g.head_size,
-        "key": kv,
-        "value": kv,
-        "index_query": g.index_heads * g.index_size,
-        "index_key": g.index_size,
-    }
-
-
 class Experts(Block):
     """Routed experts and a shared one."""
 
@@ -266,19 +242,14 @@ class Experts(Block):
         experts = f"{prefix}experts."
         self.routed = ExpertGroup(experts, g.experts, g.width, g.expert_width, g.experts_used, g.renormalises, dtype)
         self.takers |= {name: partial(self.routed.load, name) for name in (f"{experts}gate_up", f"{experts}down")}
-        self._inputs = self.group(
-            make,
-            Product("experts.router", g.width, g.experts, 0),
-            Product("shared.gate", g.width, g.shared_width, 0),
-            Product("shared.up", g.width, g.shared_width, 0),
-            Product("shared.share", g.width, 1, 0),
-        )
+        sizes = expert_sizes(g).items()
+        self._inputs = self.group(make, *(Product(name, g.width, columns, 0) for name, columns in sizes))
         self._shared_down = self.group(make, Product("shared.down", g.shared_width, g.width, 0))
 
     @staticmethod
     def buffers(g: Geometry) -> Buffers:
         """See the module."""
-        inputs = g.experts + 2 * g.shared_width + 1
+        inputs = sum(expert_sizes(g).values())
         return {"experts_in": inputs, "shared_hidden": g.shared_width, "shared": g.width, "y": g.width}
 
     def __call__(self, rows: Rows, x: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from kittiwake.device import captured, device_memory_for, on_its_card
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateTable
-from kittiwake.errors import CheckpointError, DeviceError, ModelError
+from kittiwake.errors import CheckpointError, DeviceError
 from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.cuda_model import DTYPES, check_weights
 from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket
@@ -32,11 +32,10 @@ from kittiwake.families.qwen4exp.cuda_rows import CudaRows, MetaBuffer, graph_sh
 from kittiwake.families.qwen4exp.cuda_trunk import CudaTrunk
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.model import no_tuned_states, open_reader
-from kittiwake.families.qwen4exp.names import canonical_shapes
+from kittiwake.families.qwen4exp.names import is_draft
 from kittiwake.families.qwen4exp.ngram import move_histories
 from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_all
 from kittiwake.families.qwen4exp.state import state_spec
-from kittiwake.families.rwkv_names import listed
 from kittiwake.layers.cuda_experts import CudaExpertGroup, prove_experts
 from kittiwake.layers.cuda_linear import exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
@@ -103,9 +102,6 @@ class Qwen4ExpCuda:
         self.overlap = on_card and torch.cuda.get_device_capability(self.place)[0] >= 9
         self._has_graphs = on_card
         self._trunk = CudaTrunk(g, self.element, self.place)
-        shapes = canonical_shapes(g)
-        self._drafts = {name for name in shapes if name.startswith("draft.")}
-        self._missing = set(shapes) - self._drafts
         self._lock = threading.RLock()
         self._make_rooms()
         self._readers = [open_reader(g, ngram, tables) for ngram in g.ngrams]
@@ -142,16 +138,10 @@ class Qwen4ExpCuda:
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; weights that are not finite or do not fit the dtype are refused by name. Those of
         drafts are let go."""
-        if name in self._drafts:
+        if is_draft(name):
             return
         check_weights(name, tensor, self.element)
         self._trunk.takers[name](tensor)
-        self._missing.discard(name)
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a tensor never came."""
-        if self._missing:
-            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     @on_its_card
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -362,7 +352,7 @@ class Qwen4ExpCuda:
         return [captured(work, states.pool) for work in works]
 
     @on_its_card
-    def capture_decoding(self, states: StateTable, tell: Progress | None = None) -> None:
+    def capture_decoding(self, states: StateTable) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         assert isinstance(states, CudaStateTable)
         if not self._has_graphs:
@@ -371,10 +361,8 @@ class Qwen4ExpCuda:
         sizes.append(bucket(states.slots, DECODE_BUCKETS) or DECODE_BUCKETS[-1])
         with self._lock:
             self._make_rooms_beside(states)
-            for done, size in enumerate(reversed(sizes)):
+            for size in reversed(sizes):
                 self._graphs(Shape(True, size, size, size), states)
-                if tell is not None:
-                    tell("capturing graphs", done + 1, len(sizes))
 
     def describe(self) -> dict[str, Any]:
         """The card, the picks with their reasons, where memory goes, and what serves the tables."""

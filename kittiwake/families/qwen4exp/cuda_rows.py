@@ -9,7 +9,17 @@ import torch
 
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import SCRATCH_SLOT
-from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket, cut, own_shape
+from kittiwake.families.cuda_rows import (
+    DECODE_BUCKETS,
+    Piece,
+    SentRows,
+    Shape,
+    bucket,
+    cut,
+    own_shape,
+    parts_length,
+    split_parts,
+)
 
 _TURNS = 4
 """Launches that the host may be ahead: it waits for logits after nearly every one."""
@@ -48,19 +58,21 @@ class MetaBuffer(SentRows):
     """The metadata of a launch."""
 
     def __init__(self, most_rows: int, place: torch.device) -> None:
-        super().__init__((_length(Shape(False, most_rows, most_rows, most_rows)),), torch.int32, place, _TURNS)
+        super().__init__(
+            (parts_length(_sizes(Shape(False, most_rows, most_rows, most_rows))),), torch.int32, place, _TURNS
+        )
 
     def views(self, shape: Shape) -> CudaRows:
         """Where a launch of this shape reads."""
-        return CudaRows(shape, *_split(self._device, shape))
+        return CudaRows(shape, *split_parts(self._device, _sizes(shape)))
 
     def fill(self, piece: Piece, seen: np.ndarray, shape: Shape | None = None) -> CudaRows:
         """Send a piece, padded to ``shape`` where one is given; ``seen`` [B] are the tokens before it of each sequence."""
         shape = shape or own_shape(piece)
         array = self.next().numpy()
-        length = _length(shape)
+        length = parts_length(_sizes(shape))
         array[:length] = 0
-        ids, owners, positions, starts, slots, before, want = _split(array, shape)
+        ids, owners, positions, starts, slots, before, want = split_parts(array, _sizes(shape))
         rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
         counts = np.diff(piece.starts)
         ids[:rows] = piece.token_ids
@@ -82,20 +94,3 @@ class MetaBuffer(SentRows):
 def _sizes(shape: Shape) -> tuple[int, ...]:
     rows, sequences = shape.rows, shape.sequences
     return rows, rows, rows, sequences + 1, sequences, sequences, shape.wanted
-
-
-def _padded(size: int) -> int:
-    return -(-size // 4) * 4  # kernels are compiled for addresses that are multiples of 16 bytes
-
-
-def _length(shape: Shape) -> int:
-    return sum(_padded(size) for size in _sizes(shape))
-
-
-def _split(array, shape: Shape):  # type: ignore[no-untyped-def]
-    """Views of the parts in a tensor or an array."""
-    parts, at = [], 0
-    for size in _sizes(shape):
-        parts.append(array[at : at + size])
-        at += _padded(size)
-    return parts

@@ -12,21 +12,18 @@ from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.checkpoints.row_table import RowTable, unpacked_table
 from kittiwake.engine.states import MOST_TOKENS
 from kittiwake.errors import BundleError, CheckpointError, ModelError
+from kittiwake.families.canonical import FLOATS, check_bundle_names, check_manifest_keys, check_tensor, fill
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.qwen4exp import config as hf_config
 from kittiwake.families.qwen4exp import gguf_names, names
 from kittiwake.families.qwen4exp.geometry import FAMILY, Geometry, Ngram
 from kittiwake.families.qwen4exp.places import Place
 from kittiwake.families.qwen4exp.state import state_spec
-from kittiwake.families.rwkv_family import SIZES
-from kittiwake.families.rwkv_names import check_tensor, listed
 from kittiwake.progress import Progress
 
 if TYPE_CHECKING:
     from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
     from kittiwake.families.qwen4exp.model import Qwen4ExpModel
-
-_ROW_KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Qwen4ExpFamily:
@@ -92,21 +89,14 @@ class Qwen4ExpFamily:
             raise BundleError(f"{source.path} holds {len(infos)} tensors, fewer than its manifest asks for")
         shapes = names.canonical_shapes(geometry)
         tables = {name for ngram in geometry.ngrams for name in names.table_names(ngram)}
-        unknown, missing = sorted(infos.keys() - shapes.keys() - tables), sorted(({*shapes} | tables) - infos.keys())
-        if unknown or missing:
-            raise BundleError(
-                f"{source.path} does not hold the tensors its manifest asks for: "
-                f"unknown {listed(unknown)}; missing {listed(missing)}"
-            )
+        check_bundle_names(source, {*shapes} | tables)
         for name, shape in shapes.items():
             check_tensor(infos[name], shape, source)
         _check_tables(source, geometry, _stored_tables(source, geometry))
 
     def config_from_manifest(self, model: dict[str, Any]) -> ModelConfig:
         """The config of a bundle's manifest; strict about keys, kinds and rules of structure."""
-        expected = {*SIZES, *Geometry.__dataclass_fields__, "end_ids", "tied"}
-        if set(model) != expected:
-            raise BundleError(f"manifest model section has keys {sorted(model)}, {FAMILY} needs {sorted(expected)}")
+        check_manifest_keys(model, FAMILY, (*Geometry.__dataclass_fields__, "end_ids", "tied"))
         ends, is_tied = model["end_ids"], model["tied"]
         if not isinstance(ends, list) or not all(type(one) is int and one >= 0 for one in ends):
             raise BundleError(f"manifest model.end_ids is {ends!r}, expected a list of token ids")
@@ -123,7 +113,7 @@ class Qwen4ExpFamily:
     def footprint(self, config: ModelConfig) -> dict[str, int]:
         """Bytes of the weights in memory, of one state before it grows, of what a token adds to it, and on disk."""
         geometry = _geometry(config)
-        shapes = {name: s for name, s in names.canonical_shapes(geometry).items() if not name.startswith("draft.")}
+        shapes = {name: s for name, s in names.canonical_shapes(geometry).items() if not names.is_draft(name)}
         kept = {name: shape for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".conv")}
         weights, others = sum(map(prod, kept.values())), sum(map(prod, shapes.values()))
         spec = state_spec(geometry)
@@ -156,13 +146,7 @@ class Qwen4ExpFamily:
     ) -> Model:
         """Take the tensors one at a time into a model."""
         model = _empty_model(config, device, dtype, threads, tables or {}, progress)
-        total = len(names.canonical_shapes(_geometry(config)))
-        for done, (name, tensor) in enumerate(tensors):
-            model.load(name, tensor)
-            if progress is not None:
-                progress("loading tensors", done + 1, total)
-        model.check_loaded()
-        model.warm_up(progress)
+        fill(model, tensors, names.canonical_shapes(_geometry(config)), progress)
         return model
 
 
@@ -278,7 +262,7 @@ def _check_tables(source: TensorSource, geometry: Geometry, stored: Mapping[int,
                 raise ModelError(
                     f"{info.name} in {source.path} has shape {info.shape}, expected rows of {geometry.ngram_row}"
                 )
-            if info.dtype not in _ROW_KINDS:
+            if info.dtype not in FLOATS:
                 raise ModelError(f"{info.name} in {source.path} is {info.dtype}, expected a floating type")
         _check_rows(source, ngram, sum(info.shape[0] for info in parts))
 

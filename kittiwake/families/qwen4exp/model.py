@@ -17,6 +17,7 @@ from kittiwake.checkpoints.row_table import RowTable
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
 from kittiwake.errors import CheckpointError, DeviceError, ModelError
+from kittiwake.families.canonical import check_finite
 from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.qwen4exp.blocks import (
     Attention,
@@ -31,13 +32,12 @@ from kittiwake.families.qwen4exp.blocks import (
     Taker,
 )
 from kittiwake.families.qwen4exp.geometry import Geometry, Ngram
-from kittiwake.families.qwen4exp.names import canonical_shapes, table_names
+from kittiwake.families.qwen4exp.names import is_draft, table_names
 from kittiwake.families.qwen4exp.ngram import NgramHash, move_histories
 from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_all
 from kittiwake.families.qwen4exp.room import product_shapes, workspace_bytes, workspace_words
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.families.rwkv_cpu import stored_rows
-from kittiwake.families.rwkv_names import listed
 from kittiwake.layers.linear import LinearGroup, Product, Workspace, padded, threads_in_force
 from kittiwake.layers.probe import pick_products
 from kittiwake.ops.block_attention import RotaryRows
@@ -94,8 +94,6 @@ class Qwen4ExpModel:
         self.config, self.dtype, self.threads = config, dtype, threads
         self._g = g = Geometry.of(config)
         self.state_spec = state_spec(g)
-        shapes = canonical_shapes(g)
-        self._drafts = {name for name in shapes if name.startswith("draft.")}
         picks = pick_products(product_shapes(g), threads, progress)
 
         def group(products: Sequence[Product]) -> LinearGroup:
@@ -108,7 +106,6 @@ class Qwen4ExpModel:
         self._groups = [*(one for block in self._blocks for one in block.groups), self._head]
         self._embedding = np.zeros((0, g.width), dtype=np.float32)
         self._takers = self._all_takers()
-        self._missing = set(shapes) - self._drafts
         self._readers = [open_reader(g, ngram, tables) for ngram in g.ngrams]
         self._rotation = Rotation(g) if g.has_attention else None
         self._workspace = Workspace()
@@ -131,17 +128,10 @@ class Qwen4ExpModel:
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor; NaN and infinite weights are refused by name. Those of drafts are let go."""
-        if name in self._drafts:
+        if is_draft(name):
             return
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-            raise ModelError(f"{name} holds values that are not finite", "the checkpoint is damaged or badly trained")
+        check_finite(name, tensor)
         self._takers[name](tensor)
-        self._missing.discard(name)
-
-    def check_loaded(self) -> None:
-        """Raise ModelError when a tensor never came."""
-        if self._missing:
-            raise ModelError(f"tensors missing: {listed(sorted(self._missing))}")
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every kernel a request can meet, or fetch it from the cache, so that no request waits for it."""

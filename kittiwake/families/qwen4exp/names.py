@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.errors import ModelError
+from kittiwake.families.canonical import listed
 from kittiwake.families.qwen4exp.geometry import Geometry, Ngram
 from kittiwake.families.qwen4exp.places import Place, Shape, plain
-from kittiwake.families.rwkv_names import listed
 
 Shapes = dict[str, Shape]
 PREFIXES = ("model.language_model.", "model.")
@@ -38,6 +38,11 @@ def canonical_shapes(g: Geometry) -> Shapes:
     if g.draft_layers:
         shapes |= {f"draft.{name}": shape for name, shape in _draft(g).items()}
     return shapes
+
+
+def is_draft(name: str) -> bool:
+    """Whether a canonical tensor is one of the layers that draft, which no forward reads."""
+    return name.startswith("draft.")
 
 
 def table_names(ngram: Ngram) -> list[str]:
@@ -235,12 +240,12 @@ def _index_places(g: Geometry, ours: str, theirs: str) -> dict[str, Place]:
     }
 
 
-def check_names(source: TensorSource, places: Mapping[str, Place], others: Iterable[str], hint: str = "") -> None:
+def check_names(source: TensorSource, places: Mapping[str, Place], others: Iterable[str]) -> None:
     """Raise ModelError for a tensor that no place and none of ``others`` names, and for what a place lacks."""
     infos = {info.name: info for info in source.infos()}
     expected = {name for place in places.values() for name in place.names} | set(others)
     unknown = sorted(name for name in infos.keys() - expected if not name.startswith(UNUSED))
     if unknown:
-        raise ModelError(f"{source.path} holds tensors this family does not have: {listed(unknown)}", hint)
+        raise ModelError(f"{source.path} holds tensors this family does not have: {listed(unknown)}")
     for place in places.values():
         place.check(infos, source)

@@ -55,11 +55,6 @@ class NgramHash:
         return cls(derive_multipliers(vocab_size, ngram_size, layer_rank, seed), sizes, offsets, eos)
 
     @property
-    def history_tokens(self) -> int:
-        """How many tokens before a chunk its first rows depend on."""
-        return len(self.multipliers) - 1
-
-    @property
     def heads(self) -> int:
         """H: rows of the table that a token reads."""
         return len(self.head_sizes)

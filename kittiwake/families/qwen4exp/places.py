@@ -9,8 +9,8 @@ import torch
 
 from kittiwake.checkpoints.reader import TensorInfo, TensorSource
 from kittiwake.errors import ModelError
+from kittiwake.families.canonical import check_type
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Shape = tuple[int, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What a tensor as stored becomes as ours."""
@@ -35,10 +35,7 @@ class Place:
                 raise ModelError(f"{source.path} lacks the tensor {name}")
             if without_ones(info.shape) != without_ones(shape):
                 raise ModelError(f"{name} in {source.path} has shape {info.shape}, expected {shape}")
-            if info.unreadable:
-                raise ModelError(f"{name} in {source.path} {info.unreadable}")
-            if info.dtype not in _FLOATS:
-                raise ModelError(f"{name} in {source.path} is {info.dtype}, expected float32, bfloat16 or float16")
+            check_type(info, source)
 
     def take(self, source: TensorSource, shape: Shape) -> torch.Tensor:
         """The tensor as ours: vectors as float32, others in the type they are stored in."""

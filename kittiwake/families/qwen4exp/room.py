@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kittiwake.families.qwen4exp.blocks import all_buffers, attention_shape
+from kittiwake.families.qwen4exp.blocks import all_buffers
 from kittiwake.families.qwen4exp.geometry import Geometry
-from kittiwake.families.qwen4exp.names import canonical_shapes
+from kittiwake.families.qwen4exp.names import canonical_shapes, is_draft
 from kittiwake.families.qwen4exp.row_pool import PLANNING_BYTES, gather_bytes
+from kittiwake.families.qwen4exp.sizes import attention_shape
 from kittiwake.layers.experts import ROWS_AT_ONCE
 from kittiwake.layers.linear import WIDENED, float32_words, padded, tile_values
 from kittiwake.ops.block_attention.cpu import room_sizes
@@ -24,7 +25,7 @@ def product_shapes(g: Geometry) -> set[tuple[int, int]]:
     return {
         (shape[1], shape[0])
         for name, shape in canonical_shapes(g).items()
-        if len(shape) == 2 and not name.startswith("draft.") and not name.endswith(no_product)
+        if len(shape) == 2 and not is_draft(name) and not name.endswith(no_product)
     }
 
 

@@ -9,6 +9,7 @@ import triton
 
 from kittiwake.ops.block_attention import AttentionShape
 from kittiwake.ops.block_attention.triton_select import COLUMNS, TILE
+from kittiwake.ops.triton_launch import launch_options
 
 SCORED_LINES = 64
 """Rows times index heads (rounded up to a power of two) of a tile of scores."""
@@ -56,8 +57,7 @@ def partial_values(shape: AttentionShape, most_tokens: int) -> int:
 
 def options(warps: int, overlap: bool, stages: int = 1) -> dict[str, Any]:
     """Of any of these kernels: no contraction, and whether it begins before the one in front of it has ended."""
-    found: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, "OVERLAP": overlap}
-    return found | ({"launch_pdl": True} if overlap else {})
+    return launch_options(overlap, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
 
 
 def attend_options(shape: AttentionShape, element: torch.dtype, overlap: bool) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kittiwake.ops.triton_launch import piece_options
+
 BLOCK = 512
 """Channels of a program: no sum is taken, so it changes no bit."""
 
@@ -49,8 +51,8 @@ def close_mix(
 ) -> None:
     """mixed[m] = normed + difference * (mixes[m] + low[m]); shapes as in :func:`close_kernel`."""
     _, rows, width = kept.shape
-    block = min(BLOCK, triton.next_power_of_2(width))
-    close_kernel[(rows, triton.cdiv(width, block))](
+    options = piece_options(width, BLOCK, overlap)
+    close_kernel[(rows, triton.cdiv(width, options["BLOCK"]))](
         kept,
         low,
         mixes,
@@ -60,9 +62,5 @@ def close_mix(
         low.stride(0),
         mixed.stride(0),
         MIXES=mixes.shape[0],
-        BLOCK=block,
-        OVERLAP=overlap,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **({"launch_pdl": True} if overlap else {}),
+        **options,
     )

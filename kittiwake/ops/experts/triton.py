@@ -25,6 +25,8 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.triton_launch import launch_options, piece_options, row_options, warps_for
+from kittiwake.ops.triton_math import sigmoid
 
 SMALLEST_SUM = 2.0**-14
 """The chosen probabilities are divided by no less than this."""
@@ -184,8 +186,13 @@ def group_kernel(
 
 
 @triton.jit
-def _tile_of(chosen, tiles, tile, DIRECT: tl.constexpr):
-    """Expert, first place and number of pairs of a tile."""
+def _work(chosen, tiles, outputs, BN: tl.constexpr, DIRECT: tl.constexpr, OVERLAP: tl.constexpr):
+    """What a program of a product works on: expert, first place and number of pairs of its tile, and its BN columns."""
+    parts = tl.cdiv(outputs, BN)
+    tile = tl.program_id(0) // parts
+    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    if OVERLAP:
+        gdc_wait()
     if DIRECT:
         expert = tl.load(chosen + tile)
         first = tile
@@ -194,7 +201,7 @@ def _tile_of(chosen, tiles, tile, DIRECT: tl.constexpr):
         expert = tl.load(tiles + tile * 3)
         first = tl.load(tiles + tile * 3 + 1)
         count = tl.load(tiles + tile * 3 + 2)
-    return expert.to(tl.int64), first, count
+    return expert.to(tl.int64), first, count, columns
 
 
 @triton.jit
@@ -225,14 +232,9 @@ def gate_up_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    parts = tl.cdiv(ff, BN)
-    tile = tl.program_id(0) // parts
-    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    expert, first, count, columns = _work(chosen, tiles, ff, BN, DIRECT, OVERLAP)
     rm = tl.arange(0, BM)
     rk = tl.arange(0, BK)
-    if OVERLAP:
-        gdc_wait()
-    expert, first, count = _tile_of(chosen, tiles, tile, DIRECT)
     if count > 0:
         inside = rm < count
         rows = _pairs_at(pairs, first + rm, inside, DIRECT) // TOP_K
@@ -280,14 +282,9 @@ def down_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    parts = tl.cdiv(C, BN)
-    tile = tl.program_id(0) // parts
-    columns = tl.program_id(0) % parts * BN + tl.arange(0, BN)
+    expert, first, count, columns = _work(chosen, tiles, C, BN, DIRECT, OVERLAP)
     rm = tl.arange(0, BM)
     rk = tl.arange(0, BK)
-    if OVERLAP:
-        gdc_wait()
-    expert, first, count = _tile_of(chosen, tiles, tile, DIRECT)
     if count > 0:
         inside = rm < count
         w_rows = w + expert * expert_stride + tl.minimum(columns, C - 1).to(tl.int64)[None, :] * w_stride
@@ -334,7 +331,7 @@ def sum_kernel(
         value = tl.load(made + pair * C + columns, mask=inside, other=0.0).to(tl.float32)
         total += value * tl.load(shares + pair)
     if HAS_SHARED:
-        share = tl.div_rn(1.0, 1.0 + libdevice.exp(-tl.load(gate + n * gate_stride).to(tl.float32)))
+        share = sigmoid(tl.load(gate + n * gate_stride).to(tl.float32))
         total += tl.load(shared + n * shared_stride + columns, mask=inside, other=0.0).to(tl.float32) * share
     tl.store(y + n * y_stride + columns, total.to(y.dtype.element_ty), mask=inside)
 
@@ -360,16 +357,6 @@ def silu_times_kernel(
     tl.store(out + n * out_stride + columns, (_silu(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def _options(overlap: bool, **more: Any) -> dict[str, Any]:
-    return more | {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
-
-
-def _row_options(width: int, overlap: bool) -> dict[str, Any]:
-    """Options of a kernel that takes no sum over channels."""
-    block = min(BLOCK, triton.next_power_of_2(width))
-    return _options(overlap, BLOCK=block, num_warps=4, enable_fp_fusion=False)
-
-
 def route(
     logits: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, is_renormalised: bool, *, overlap: bool
 ) -> None:
@@ -380,7 +367,6 @@ def route(
     """
     rows, experts = logits.shape
     top_k = chosen.shape[1]
-    block = triton.next_power_of_2(experts)
     route_kernel[(rows,)](
         logits,
         chosen,
@@ -391,7 +377,7 @@ def route(
         RENORMALISES=is_renormalised,
         TOP_K=top_k,
         RANKS=triton.next_power_of_2(top_k),
-        **_options(overlap, BLOCK=block, num_warps=min(max(block // 512, 1), 8), enable_fp_fusion=False),
+        **row_options(experts, overlap),
     )
 
 
@@ -426,7 +412,7 @@ def group_pairs(
         HAS_OWNERS=owners is not None,
         BY_PLACE=count <= count // bm + experts,
         LINES=32,
-        **_options(overlap, BLOCK=block, num_warps=min(max(block // 512, 1), 8)),
+        **launch_options(overlap, BLOCK=block, num_warps=warps_for(block)),
     )
     return Grouped(chosen, pairs, tiles, lines)
 
@@ -484,7 +470,7 @@ def _places(grouped: Grouped) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _tile_options(config: Config, depth: int, overlap: bool) -> dict[str, Any]:
-    return _options(
+    return launch_options(
         overlap,
         BM=config.bm,
         BN=config.bn,
@@ -513,7 +499,7 @@ def sum_pairs(
     assert (shared is None) == (shared_gate is None)
     added = y if shared is None else shared
     gate = y if shared_gate is None else shared_gate
-    options = _row_options(width, overlap)
+    options = piece_options(width, BLOCK, overlap)
     sum_kernel[(rows, triton.cdiv(width, options["BLOCK"]))](
         made,
         shares,
@@ -533,6 +519,6 @@ def sum_pairs(
 def silu_times(gate_up: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
     """out [N, ff] (written) = silu(gate) * up; gate_up [N, 2 ff], a view or not, holds gate [ff] | up [ff]."""
     rows, ff = out.shape
-    options = _row_options(ff, overlap)
+    options = piece_options(ff, BLOCK, overlap)
     grid = (rows, triton.cdiv(ff, options["BLOCK"]))
     silu_times_kernel[grid](gate_up, out, ff, gate_up.stride(0), out.stride(0), **options)

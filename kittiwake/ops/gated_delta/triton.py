@@ -20,12 +20,13 @@ sum there, since it does so once for all rows. The other two kernels do not cont
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kittiwake.ops.triton_launch import launch_options
+from kittiwake.ops.triton_math import quick_sigmoid
 
 COLUMNS = 16
 """Most value columns of a program of the scan."""
@@ -38,11 +39,6 @@ PART = 1024
 COPIES = 4
 """Times that numbers which all columns of a head share are written: 16 bytes, the most that a thread loads at once."""
 KEY_EPS = 1e-6
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -98,7 +94,7 @@ def _make_gates(
     has = heads < VALUE_HEADS
     step = tl.load(a + heads, mask=has, other=0.0).to(tl.float32) + tl.load(bias + heads, mask=has, other=0.0)
     decay = tl.exp(-tl.load(rates + heads, mask=has, other=0.0) * _softplus(step))
-    beta = _sigmoid(tl.load(b + heads, mask=has, other=0.0).to(tl.float32))
+    beta = quick_sigmoid(tl.load(b + heads, mask=has, other=0.0).to(tl.float32))
     _store_copies(to, heads, decay, VALUE_HEADS, COPIES)
     _store_copies(to + VALUE_HEADS * COPIES, heads, beta, VALUE_HEADS, COPIES)
 
@@ -238,7 +234,7 @@ def finish_kernel(
     o = tl.load(made + n * made_stride + BEFORE + at, mask=inside, other=0.0)
     logit = tl.load(z + n * z_stride + at, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0 / tl.sqrt_rn(tl.sum(o * o, 1) / V + eps)
-    gate = _sigmoid(logit)
+    gate = quick_sigmoid(logit)
     if IS_SILU:
         gate = gate * logit
     found = o * factor[:, None] * weight[None, :] * gate
@@ -290,7 +286,7 @@ def gated_delta(
     """
     rows, (_, heads, keys, values) = qkv.shape[0], state.shape
     assert made.shape[1] >= made_columns(key_heads, heads, keys, values) and heads % key_heads == 0
-    options: dict[str, Any] = {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+    options = launch_options(overlap)
     sizes = {"K": keys, "V": values, "KEY_HEADS": key_heads, "VALUE_HEADS": heads, "COPIES": COPIES}
     held = tile(keys, values)
     at_once, block = _heads_at_once(key_heads, keys), min(PART, triton.next_power_of_2(heads * values))

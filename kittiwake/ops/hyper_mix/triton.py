@@ -17,20 +17,16 @@ Every tensor may be columns of wider rows. ``overlap``: the launch may begin bef
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kittiwake.ops.triton_launch import piece_options, row_options
+from kittiwake.ops.triton_math import quick_sigmoid
+
 BLOCK = 512
 """Channels of a program where no sum is taken: it changes no bit."""
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -99,7 +95,7 @@ def combine_kernel(
     at = x + n * x_stride + s * C + columns
     value = tl.load(at, mask=inside, other=0.0)
     if ADDS:
-        share = 2.0 * _sigmoid(tl.load(inject + n * inject_stride + s).to(tl.float32) / STREAMS)
+        share = 2.0 * quick_sigmoid(tl.load(inject + n * inject_stride + s).to(tl.float32) / STREAMS)
         value += tl.load(y + n * y_stride + columns, mask=inside, other=0.0).to(tl.float32) * share
         tl.store(at, value, mask=inside)
     if NORMS:
@@ -151,7 +147,7 @@ def low_kernel(
         gdc_wait()
     at = low + n * low_stride + columns
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32) / STREAMS
-    tl.store(at, (value * _sigmoid(value)).to(low.dtype.element_ty), mask=inside)
+    tl.store(at, (value * quick_sigmoid(value)).to(low.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -179,23 +175,9 @@ def mix_kernel(
         value = tl.load(normed + n * normed_stride + s * C + columns, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             logit = tl.load(gate + n * gate_stride + s * C + columns, mask=inside, other=0.0).to(tl.float32)
-            value = value * _sigmoid(logit)
+            value = value * quick_sigmoid(logit)
         total += value
     tl.store(mixed + n * mixed_stride + columns, (total / STREAMS).to(mixed.dtype.element_ty), mask=inside)
-
-
-def _options(overlap: bool) -> dict[str, Any]:
-    return {"OVERLAP": overlap, "enable_fp_fusion": False} | ({"launch_pdl": True} if overlap else {})
-
-
-def _row_options(width: int, overlap: bool) -> dict[str, Any]:
-    """Of launches that sum over a stream: its block and warps shape the tree of the sum, and depend on the width alone."""
-    block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 8)} | _options(overlap)
-
-
-def _piece_options(width: int, overlap: bool) -> dict[str, Any]:
-    return {"BLOCK": min(BLOCK, triton.next_power_of_2(width)), "num_warps": 4} | _options(overlap)
 
 
 def open_streams(
@@ -213,7 +195,7 @@ def open_streams(
 
     An id below 0 stands for the token drawn last for its sequence's slot, ``drawn`` int64 [slots + 1].
     """
-    options = _piece_options(embedding.shape[1], overlap)
+    options = piece_options(embedding.shape[1], BLOCK, overlap)
     open_kernel[(x.shape[0], triton.cdiv(embedding.shape[1], options["BLOCK"]))](
         token_ids, owners, slots, drawn, embedding, x, embedding.shape[1], x.stride(0), STREAMS=streams, **options
     )
@@ -253,7 +235,7 @@ def combine_and_norm(
         STREAMS=streams,
         ADDS=adds,
         NORMS=True,
-        **_row_options(width, overlap),
+        **row_options(width, overlap),
     )
 
 
@@ -275,7 +257,7 @@ def combine_streams(x: torch.Tensor, y: torch.Tensor, inject: torch.Tensor, stre
         STREAMS=streams,
         ADDS=True,
         NORMS=False,
-        **_row_options(width, overlap),
+        **row_options(width, overlap),
     )
 
 
@@ -292,14 +274,14 @@ def norm_wanted(
     """Every stream of the rows x[want] normed by itself: x float32 [N, S C], want int32 [W] → normed [W, S C]."""
     width = x.shape[1] // streams
     norm_kernel[(want.shape[0], streams)](
-        x, want, weight, normed, width, x.stride(0), normed.stride(0), eps, **_row_options(width, overlap)
+        x, want, weight, normed, width, x.stride(0), normed.stride(0), eps, **row_options(width, overlap)
     )
 
 
 def mix_low(low: torch.Tensor, streams: int, *, overlap: bool) -> None:
     """low [N, rank] = silu(low / S), in place."""
     rank = low.shape[1]
-    options = _piece_options(rank, overlap)
+    options = piece_options(rank, BLOCK, overlap)
     low_kernel[(low.shape[0], triton.cdiv(rank, options["BLOCK"]))](
         low, rank, low.stride(0), STREAMS=streams, **options
     )
@@ -308,7 +290,7 @@ def mix_low(low: torch.Tensor, streams: int, *, overlap: bool) -> None:
 def mix_streams(normed: torch.Tensor, gate: torch.Tensor, streams: int, mixed: torch.Tensor, *, overlap: bool) -> None:
     """normed, gate (logits) [N, S C] → mixed [N, C]: the mean over streams of normed * sigmoid(gate), added in order."""
     width = mixed.shape[1]
-    options = _piece_options(width, overlap)
+    options = piece_options(width, BLOCK, overlap)
     mix_kernel[(mixed.shape[0], triton.cdiv(width, options["BLOCK"]))](
         normed,
         gate,
@@ -326,7 +308,7 @@ def mix_streams(normed: torch.Tensor, gate: torch.Tensor, streams: int, mixed: t
 def mean_streams(x: torch.Tensor, streams: int, out: torch.Tensor) -> None:
     """x [N, S C] → out [N, C], the mean over streams, added in order."""
     width = out.shape[1]
-    options = _piece_options(width, overlap=False)
+    options = piece_options(width, BLOCK, overlap=False)
     mix_kernel[(out.shape[0], triton.cdiv(width, options["BLOCK"]))](
         x, x, out, width, x.stride(0), 0, out.stride(0), STREAMS=streams, GATED=False, **options
     )

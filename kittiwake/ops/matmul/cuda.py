@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, read_sources
 
 ACTIVATIONS = {"none": 0, "tanh": 1, "sigmoid": 2, "relu2": 3}
 ROW_CLASSES = (1, 8, 16, 32, 64)
@@ -34,7 +33,7 @@ class Narrow:
 
 def source() -> str:
     """The CUDA C++ text."""
-    return files("kittiwake.ops.matmul").joinpath("narrow.cu").read_text(encoding="utf-8")
+    return read_sources("base.cu", "matmul/narrow.cu")
 
 
 def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool, parts: int = 1) -> tuple[str, ...]:

@@ -25,9 +25,7 @@ extern "C" __global__ void __launch_bounds__(TX * TY) product_float32(
   constexpr int THREADS = TX * TY, PIECES = BK / 4;
   float* const rows_at = shared + STAGES * BN * ROW;
   const unsigned w_to = (unsigned)__cvta_generic_to_shared(shared), x_to = (unsigned)__cvta_generic_to_shared(rows_at);
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_next_begin();
   const int column = blockIdx.x * BN, inner = BN < 32 ? column % 32 : 0, first_row = blockIdx.y * BM;
   const long long* line = lines + column / 32 * 6;
   const int depth = (int)line[3], w_stride = (depth + 15) / 16 * 16, steps = (depth + BK - 1) / BK;
@@ -55,9 +53,7 @@ extern "C" __global__ void __launch_bounds__(TX * TY) product_float32(
   for (int s = 0; s < STAGES - 1; s++) fetch_w(s);
   const int activation = activations[column / 32];
   const int first = (int)line[4] + inner, columns = (int)line[5] - inner;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
   for (int s = 0; s < STAGES - 1; s++) {
     fetch_x(s);
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.matmul import cuda
-from kittiwake.ops.nvrtc import CudaKernel
+from kittiwake.ops.nvrtc import CudaKernel, read_sources
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Plain:
 
 def source() -> str:
     """The CUDA C++ text."""
-    return cuda.source() + files("kittiwake.ops.matmul").joinpath("float32.cu").read_text(encoding="utf-8")
+    return read_sources("base.cu", "matmul/narrow.cu", "matmul/float32.cu")
 
 
 def defines(layout: Plain) -> tuple[str, ...]:

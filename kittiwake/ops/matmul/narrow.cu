@@ -9,25 +9,10 @@
 // DT: 1 float16, 2 bfloat16 · BN, WN: columns of a block, of a warp · BK: K of a stage · STAGES · ROWS: 1, 8, 16, 32 or 64 ·
 // OUT32: outputs are float32.
 
-typedef unsigned short u16;
-#if DT == 0
-typedef float elem;
-__device__ __forceinline__ float widen(elem x) { return x; }
-__device__ __forceinline__ elem narrow(float x) { return x; }
-#elif DT == 1
-typedef u16 elem;
-__device__ __forceinline__ float widen(elem x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-#else
-typedef u16 elem;
-__device__ __forceinline__ float widen(elem x) { return __uint_as_float((unsigned)x << 16); }
-__device__ __forceinline__ elem narrow(float x) { u16 y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
-#endif
-
 // x has the precision of elem already. What float16 cannot hold becomes its largest number, not infinity.
 __device__ __forceinline__ float activated(float x, int activation) {
   if (activation == 1) x = fabsf(x) < 1.1754943508222875e-38f ? x : tanhf(x);  // as in triton.py
-  else if (activation == 2) x = 1.f / (1.f + expf(-x));
+  else if (activation == 2) x = sigmoid(x);
   else if (activation == 3) { x = x > 0.f ? x * x : (x <= 0.f ? 0.f : x); if (DT == 1) x = x > 65504.f ? 65504.f : x; }
   return x;
 }
@@ -42,12 +27,12 @@ extern "C" __global__ void __launch_bounds__(256) activate(elem* y, int columns,
     uint4 words = *(uint4*)here;
     elem* part = (elem*)&words;
     #pragma unroll
-    for (int i = 0; i < 8; i++) part[i] = narrow(activated(widen(part[i]), activation));
+    for (int i = 0; i < 8; i++) part[i] = round_only(activated(widen(part[i]), activation));
     *(uint4*)here = words;
     return;
   }
 #endif
-  for (int i = 0; i < 8 && column + i < columns; i++) here[i] = narrow(activated(widen(here[i]), activation));
+  for (int i = 0; i < 8 && column + i < columns; i++) here[i] = round_only(activated(widen(here[i]), activation));
 }
 
 #if DT != 0
@@ -129,9 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
   extern __shared__ __align__(16) elem shared[];
   const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * PARTS * BN * STRIDE * 2;
-#if __CUDA_ARCH__ >= 900
-  if (begin_next == 1) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if (begin_next == 1) let_next_begin();
   const int column = blockIdx.x * BN, inner = BN < 32 ? column % 32 : 0;
   const long long* line = lines + column / 32 * 6;
   const int depth = (int)line[3], w_stride = (depth + 15) / 16 * 16;
@@ -183,9 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
         *(uint4*)(shared + (STAGES * PARTS * BN + s * PARTS * ROWS + row) * STRIDE + own_k) = make_uint4(0, 0, 0, 0);
   const int activation = activations[column / 32];
   const int first = (int)line[4] + inner, columns = (int)line[5] - inner;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
   #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
     fetch_x(s);
@@ -216,9 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
       now[i % 2].multiply_into(c);
     }
   }
-#if __CUDA_ARCH__ >= 900
-  if (begin_next == 2) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if (begin_next == 2) let_next_begin();
 #if PARTS > 1
   __syncthreads();  // nobody reads a stage any more
   float* sums = (float*)shared + (warp * MT * NT * 4) * 32 + lane;  // [PARTS - 1, BN / WN, MT * NT * 4, 32]
@@ -241,12 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
         const int row = t * 16 + lane / 4 + e / 2 * 8, at = warp * WN + n * 8 + lane % 4 * 2 + e % 2;
         if (row < own_rows && at < columns) {
           float value = c[t][n][e];
-          if (activation) value = activated(widen(narrow(value)), activation);
+          if (activation) value = activated(widen(round_only(value)), activation);
           out_t* to = y + ((size_t)blockIdx.y * ROWS + row) * y_stride + first + at;
 #if OUT32
           *to = value;
 #else
-          *to = narrow(value);
+          *to = round_only(value);
 #endif
         }
       }

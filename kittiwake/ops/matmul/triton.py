@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kittiwake.ops.triton_math import sigmoid
+
 TILE = 32
 """Output columns that every segment of a group is padded to: BN divides or equals it, or a multiple of it."""
 
@@ -41,7 +43,7 @@ def _activated(x, activation, SATURATES: tl.constexpr):
         # the tangent of a subnormal number is that number; the two compilers treat them differently
         x = tl.where(tl.abs(x) < 1.1754943508222875e-38, x, libdevice.tanh(x))
     elif activation == 2:
-        x = tl.div_rn(1.0, 1.0 + libdevice.exp(-x))
+        x = sigmoid(x)
     elif activation == 3:
         x = tl.where(x <= 0.0, 0.0, x)
         x = x * x

@@ -8,23 +8,19 @@ norm(g) enters the convolution of later rows from the same launch, or from the s
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kittiwake.ops.triton_launch import piece_options, row_options
+from kittiwake.ops.triton_math import sigmoid
 
 BLOCK = 512
 """Channels of a program of the convolution: no sum over channels is taken there, so it changes no bit."""
 SMALLEST = 1e-6
 """The least |d| that the square root is taken of."""
-
-
-@triton.jit
-def _sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + libdevice.exp(-x))
 
 
 @triton.jit
@@ -64,7 +60,7 @@ def gate_kernel(
         d = tl.div_rn(tl.sum(key * query, 0), root)
         gate = tl.sqrt_rn(tl.maximum(tl.abs(d), SMALLEST))
         gate = tl.where(d < 0.0, -gate, gate)
-        share = _sigmoid(tl.where(d == 0.0, 0.0, gate))
+        share = sigmoid(tl.where(d == 0.0, 0.0, gate))
         gated = share * value
         to = scales + (n * STREAMS + s) * 2
         tl.store(to, share)
@@ -126,7 +122,7 @@ def conv_kernel(
             mixed += tl.load(weight + tap * STREAMS * C + at, mask=inside, other=0.0) * seen
         here = x + n.to(tl.int64) * x_stride + at
         gated, scale = _gated(kv, scales, n.to(tl.int64), s, columns, inside, C, kv_stride, STREAMS)
-        added = gated + mixed * _sigmoid(mixed)
+        added = gated + mixed * sigmoid(mixed)
         tl.store(here, tl.load(here, mask=inside, other=0.0) + added, mask=inside)
 
 
@@ -198,9 +194,6 @@ def ngram_mix(
     """
     rows, columns = x.shape
     width, taps = columns // streams, conv_weight.shape[0]
-    sizes: dict[str, Any] = {"STREAMS": streams, "OVERLAP": overlap, "enable_fp_fusion": False}
-    sizes |= {"launch_pdl": True} if overlap else {}
-    whole = triton.next_power_of_2(width)
     gate_kernel[(rows, streams)](
         x,
         kv,
@@ -213,14 +206,12 @@ def ngram_mix(
         kv.stride(0),
         math.sqrt(width),
         eps,
+        STREAMS=streams,
         SMALLEST=SMALLEST,
-        BLOCK=whole,
-        num_warps=min(max(whole // 512, 1), 8),
-        **sizes,
+        **row_options(width, overlap),
     )
-    block = min(BLOCK, whole)
-    sizes |= {"TAPS": taps, "BLOCK": block, "num_warps": 4}
-    parts = streams * triton.cdiv(width, block)
+    sizes = piece_options(width, BLOCK, overlap) | {"STREAMS": streams, "TAPS": taps}
+    parts = streams * triton.cdiv(width, sizes["BLOCK"])
     conv_kernel[(rows, parts)](
         x,
         kv,

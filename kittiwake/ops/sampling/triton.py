@@ -169,16 +169,8 @@ class DeviceSampler:
         self._give_rows(slot)
         self._records[slot].zero_()
 
-    def ban(self, slot: int, ids: Sequence[int]) -> None:
-        """Keep ``slot``, which has settings, from drawing these ids."""
-        self._check_slot(slot)
-        if slot not in self._marks_of:
-            self._marks_of[slot] = self._marks.take()
-            self._records[slot, int(kernels.MARKS.value)].fill_(self._marks_of[slot].data_ptr())
-        self._mark(self._marks_of[slot], ids, True)
-
     def unban(self, slot: int, ids: Sequence[int]) -> None:
-        """Undo :meth:`ban`, and the bans of :meth:`set_row`, for these ids."""
+        """Undo the bans of :meth:`set_row` for these ids."""
         self._check_slot(slot)
         if slot in self._marks_of:
             self._mark(self._marks_of[slot], ids, False)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kittiwake.ops.triton_launch import row_options
+
 BEGIN_NEXT = True
 """Whether the next kernel may begin at once, rather than when these have ended."""
 
@@ -40,11 +42,7 @@ def _as_added(y: torch.Tensor | Added) -> Added:
 
 
 def _options(width: int, overlap: bool) -> dict[str, Any]:
-    """Launch options. The block that holds a row and its warps shape the trees of its sums: they depend on the width alone."""
-    block = triton.next_power_of_2(width)
-    options: dict[str, Any] = {"BLOCK": block, "num_warps": min(max(block // 512, 1), 8), "enable_fp_fusion": False}
-    options |= {"OVERLAP": overlap, "EARLY": BEGIN_NEXT}
-    return options | ({"launch_pdl": True} if overlap else {})
+    return row_options(width, overlap) | {"EARLY": BEGIN_NEXT}
 
 
 @triton.jit

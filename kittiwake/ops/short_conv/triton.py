@@ -9,12 +9,13 @@ a second launch moves the states, when all rows before the first have been read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kittiwake.ops.triton_launch import piece_options
+from kittiwake.ops.triton_math import quick_sigmoid
 
 BLOCK = 256
 """Channels of a program."""
@@ -44,7 +45,7 @@ def _conv_rows(
         tap = tl.load(weight + k * C + columns, mask=columns < C, other=0.0)
         total += tap[None, :] * row
     if IS_SILU:
-        total = total * (1.0 / (1.0 + tl.exp(-total)))
+        total = total * quick_sigmoid(total)
     return total
 
 
@@ -187,10 +188,8 @@ def short_conv(
     """
     rows, width = x.shape
     taps, carried, sequences = weight.shape[0], state.shape[1], slots.shape[0]
-    block = min(BLOCK, triton.next_power_of_2(width))
-    pieces = triton.cdiv(width, block)
-    options: dict[str, Any] = {"BLOCK": block, "OVERLAP": overlap, "num_warps": 4, "enable_fp_fusion": False}
-    options |= {"launch_pdl": True} if overlap else {}
+    options = piece_options(width, BLOCK, overlap)
+    pieces = triton.cdiv(width, options["BLOCK"])
     conv = {"TAPS": taps, "DILATION": dilation, "IS_SILU": is_silu}
     keep = {"CARRIED": carried, "PADDED": triton.next_power_of_2(max(carried, 1))}
     if rows == sequences:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.resources import files
 
 import torch
 
-from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel
+from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, read_sources
 
 AHEAD = 8
 """Tokens whose inputs a prompt's threads load ahead."""
@@ -17,8 +16,7 @@ DECODE_CHANNELS, SCAN_CHANNELS = 128, 32
 
 def source() -> str:
     """The CUDA C++ text."""
-    base = files("kittiwake.ops").joinpath("base.cu").read_text(encoding="utf-8")
-    return base + files("kittiwake.ops.wkv4").joinpath("wkv4.cu").read_text(encoding="utf-8")
+    return read_sources("base.cu", "wkv4/wkv4.cu")
 
 
 def defines(dtype: torch.dtype, ahead: int = AHEAD) -> tuple[str, ...]:

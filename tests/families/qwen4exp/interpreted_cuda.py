@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton import language as tl
 from triton.runtime import interpreter
 
 from kittiwake.bench.draw import made
@@ -30,14 +28,11 @@ from kittiwake.families.qwen4exp import cuda_model
 from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.load import TensorDict
-from kittiwake.ops.experts import triton as experts
-from kittiwake.ops.matmul import triton as products
-from kittiwake.ops.ngram_mix import triton as ngram_mix
 from tests.engine.drive import ask, make_engine
 from tests.families.agreement import Run, same_run
 from tests.families.recorded_graphs import recorded_graphs
 from tests.ops.interpreted_experts import _dot_in_order
-from tests.ops.interpreted_kernels import _patch_with_index
+from tests.ops.interpreted_kernels import make_interpretable
 from tests.oracles.measure import relative_error
 
 CPU = torch.device("cpu")
@@ -55,12 +50,8 @@ TENSORS = made(one_table(SHAPE, qwen4exp_recipes(SHAPE, 5, torch.float32)))
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpretable() -> Any:
-    """CUDA's library of functions has no interpreter: a stand-in of the same meaning, not of the same bits."""
-    functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (products, experts, ngram_mix):
-            patch.setattr(module, "libdevice", functions)
-        patch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
+        make_interpretable(patch)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
         yield
 
@@ -81,7 +72,6 @@ def on_card(dtype: str = "fp32") -> Qwen4ExpCuda:
     model = Qwen4ExpCuda(MODEL, dtype, FAMILY.open_tables(SOURCE, MODEL), place=CPU)
     for name, tensor in FAMILY.canonical(SOURCE, MODEL):
         model.load(name, tensor)
-    model.check_loaded()
     return model
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +30,8 @@ from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.layers.cuda_linear import ROW_PADDING
 from kittiwake.load import TensorDict, choose_device
+from tests.ops.without_card import run_interpreted
 
-ROOT = Path(__file__).parents[3]
 INTERPRETED = Path(__file__).with_name("interpreted_cuda.py")
 CPU = torch.device("cpu")
 FAMILY = Qwen4ExpFamily()
@@ -47,16 +44,7 @@ def geometry_of(shape: Qwen4ExpShape) -> Geometry:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_whole_model_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "--timeout=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED, "--timeout=0")
 
 
 # Launches and what they are told of their rows

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from tests.ops.without_card import run_interpreted
+
 INTERPRETED = Path(__file__).with_name("interpreted_sampling.py")
-ROOT = Path(__file__).parents[3]
 TYPES = {
     "*fp32": ("logits", "adjusted", "part_tops", "part_moments", "levels"),
     "*i32": ("slots", "part_ids", "lists", "list_sizes", "floors"),
@@ -35,26 +33,7 @@ KERNELS = (
 
 @pytest.mark.slow
 def test_the_kernels_draw_right_in_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    done = subprocess.run(
-        # The interpreter computes in numpy, which warns where a GPU gives infinity.
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(INTERPRETED),
-            "-q",
-            "-W",
-            "ignore::RuntimeWarning",
-            "-p",
-            "no:cacheprovider",
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.slow

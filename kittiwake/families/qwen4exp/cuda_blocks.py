@@ -16,12 +16,13 @@ import torch
 
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.families.qwen4exp.blocks import Taker, around_one, plain_vector, rate_of, taps_first
-from kittiwake.families.qwen4exp.cuda_rooms import Rooms, attention_sizes, delta_columns, delta_sizes, expert_sizes
+from kittiwake.families.qwen4exp.cuda_rooms import Rooms, delta_columns
 from kittiwake.families.qwen4exp.cuda_rows import CudaRows
 from kittiwake.families.qwen4exp.geometry import Geometry
+from kittiwake.families.qwen4exp.sizes import attention_shape, attention_sizes, delta_sizes, expert_sizes
 from kittiwake.layers.cuda_experts import CudaExpertGroup, ExpertRooms
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
-from kittiwake.ops.block_attention import AttentionColumns, AttentionShape
+from kittiwake.ops.block_attention import AttentionColumns
 from kittiwake.ops.block_attention.triton import (
     AttentionRooms,
     AttentionRows,
@@ -152,13 +153,6 @@ class CudaDelta(CudaBlock):
             rows.slots, states.part("delta")[self._rank], launch.get("floats", delta_columns(g)), out, overlap=overlap,
         )  # fmt: skip
         return launch.product(self._output, out, "y")
-
-
-def attention_shape(g: Geometry) -> AttentionShape:
-    """The sizes of every attention layer."""
-    return AttentionShape(
-        g.heads, g.kv_heads, g.head_size, g.rotary_size, g.index_heads, g.index_size, g.index_ratio, g.index_budget
-    )
 
 
 class CudaAttention(CudaBlock):

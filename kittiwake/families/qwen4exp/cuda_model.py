@@ -26,7 +26,7 @@ from kittiwake.errors import CheckpointError, DeviceError
 from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.cuda_model import DTYPES, check_weights
 from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket
-from kittiwake.families.qwen4exp.cuda_blocks import Launch, attention_shape
+from kittiwake.families.qwen4exp.cuda_blocks import Launch
 from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, room_bytes
 from kittiwake.families.qwen4exp.cuda_rows import CudaRows, MetaBuffer, graph_shape, pieces_of
 from kittiwake.families.qwen4exp.cuda_trunk import CudaTrunk
@@ -35,6 +35,7 @@ from kittiwake.families.qwen4exp.model import no_tuned_states, open_reader
 from kittiwake.families.qwen4exp.names import is_draft
 from kittiwake.families.qwen4exp.ngram import move_histories
 from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_all
+from kittiwake.families.qwen4exp.sizes import attention_shape
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.layers.cuda_experts import CudaExpertGroup, prove_experts
 from kittiwake.layers.cuda_linear import exact_products, padded_row

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kittiwake.families.qwen4exp.geometry import Geometry
+from kittiwake.families.qwen4exp.sizes import attention_sizes, delta_sizes, expert_sizes
 from kittiwake.layers.cuda_linear import padded_row
 from kittiwake.ops.gated_delta.triton import made_columns
 
@@ -34,28 +35,6 @@ class Room:
     def nbytes(self, rows: int, element_bytes: int) -> int:
         """Bytes for so many rows."""
         return rows * padded_row(self.columns) * (4 if self.is_float32 else element_bytes)
-
-
-def delta_sizes(g: Geometry) -> dict[str, int]:
-    """Columns of each product that reads a DeltaNet's input, in order."""
-    return {"qkv": g.conv_width, "gate": g.value_width, "decay": g.value_heads, "beta": g.value_heads}
-
-
-def attention_sizes(g: Geometry) -> dict[str, int]:
-    """Columns of each product that reads an attention's input, in order."""
-    kv = g.kv_heads * g.head_size
-    return {
-        "query": 2 * g.heads * g.head_size,
-        "key": kv,
-        "value": kv,
-        "index_query": g.index_heads * g.index_size,
-        "index_key": g.index_size,
-    }
-
-
-def expert_sizes(g: Geometry) -> dict[str, int]:
-    """Columns of each product that reads the experts' input, in order."""
-    return {"experts.router": g.experts, "shared.gate": g.shared_width, "shared.up": g.shared_width, "shared.share": 1}
 
 
 def delta_columns(g: Geometry) -> int:

@@ -35,6 +35,7 @@ from kittiwake.families.cuda_rows import (
 )
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
 from kittiwake.progress import Progress
 
@@ -82,7 +83,7 @@ class CudaModel(ABC):
         self._is_on_card = self.place.type == "cuda"
         memory = torch.cuda.get_device_properties(self.place).total_memory if self._is_on_card else 0
         self.most_rows = min(MOST_ROWS, max(DECODE_BUCKETS[-1], int(memory / 2**30 * 128) // 256 * 256))
-        self.overlap = self._is_on_card and torch.cuda.get_device_capability(self.place)[0] >= 9
+        self.overlap = can_overlap(self.place)
         self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)
         self.norms = {name: self.vector(2, width) for name in ("embedding_norm", "output_norm")}
         self.head = CudaGroup([CudaProduct("head.weight", width, vocab)], self.element, self.place)

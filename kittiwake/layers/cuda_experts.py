@@ -28,6 +28,7 @@ from kittiwake.ops.experts.triton import (
     sum_pairs,
 )
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.progress import Progress
 
 ROWS_AT_ONCE = 4096
@@ -285,15 +286,16 @@ class _Trial:
     rooms: ExpertRooms = field(repr=False)
 
     def run(self, tiling: Tiling, rows: slice = slice(None), *, is_grouped: bool = True) -> torch.Tensor:
-        """Hidden row and output of every pair of some rows, [pairs, ff + C] by pair, NaN where nothing was written."""
-        chosen, rooms = self.chosen[rows].contiguous(), self.rooms
+        """Hidden row and output of every pair of some rows, [pairs, ff + C] by pair, NaN where nothing was written; launched
+        as a model's are, so that no kernel is compiled for the proof alone."""
+        chosen, rooms, overlap = self.chosen[rows].contiguous(), self.rooms, can_overlap(self.chosen.device)
         rooms.hidden.fill_(torch.nan)
         rooms.made.fill_(torch.nan)
         experts = self.group.shape.experts
         grouped = as_they_are(chosen)
         if is_grouped:
-            grouped = group_pairs(chosen, None, experts, rooms.pairs, rooms.tiles, tiling.bm, overlap=False)
-        made = self.group.products(self.x[rows], grouped, rooms, tiling, overlap=False)
+            grouped = group_pairs(chosen, None, experts, rooms.pairs, rooms.tiles, tiling.bm, overlap=overlap)
+        made = self.group.products(self.x[rows], grouped, rooms, tiling, overlap=overlap)
         hidden = rooms.hidden[: len(made)]
         if is_grouped:
             hidden = torch.empty_like(hidden).index_copy_(0, rooms.pairs[: len(made)].long(), hidden)

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from kittiwake.errors import DeviceError
 from kittiwake.ops.matmul import triton as tiles
-from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
+from kittiwake.ops.matmul.cuda import ACTIVATIONS, ROW_CLASSES, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
 from kittiwake.ops.triton_launch import launch_options
@@ -193,6 +193,21 @@ class CudaGroup:
         assert isinstance(choice.layout, Config)
         return choice.layout.bn <= self.align
 
+    def kernel_of(self, choice: Choice, x: torch.Tensor, out: torch.Tensor) -> tuple[object, ...]:
+        """What a launch by a choice is compiled for, the choice itself left out: launches alike in it share a kernel."""
+        if choice.kind != "tile":
+            size = next((most for most in ROW_CLASSES if out.shape[0] <= most), ROW_CLASSES[-1])
+            return (self.dtype, out.dtype, size)
+        assert isinstance(choice.layout, Config)
+        strides = (x.stride(-2), x.stride(0) if x.dim() == 3 else 0, out.stride(0))
+        return (
+            *(self.dtype, out.dtype, min(choice.layout.bn, self.align), self._aligned, self._is_even(choice.layout, 1)),
+            *((stride == 1, stride % 16 == 0) for stride in strides),
+        )
+
+    def _is_even(self, config: Config, parts: int) -> bool:
+        return all(product.depth // parts % config.bk == 0 for product in self.products)
+
     def run(self, choice: Choice, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
         """The same by a choice."""
         if choice.kind == "narrow":
@@ -235,7 +250,7 @@ class CudaGroup:
             BM=config.bm,
             BN=bn,
             BK=config.bk,
-            EVEN=all(product.depth // parts % config.bk == 0 for product in self.products),
+            EVEN=self._is_even(config, parts),
             ALIGN=self._aligned,
             PADDED=DEPTH_PADDING,
             PRECISION="ieee",

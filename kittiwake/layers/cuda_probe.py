@@ -11,9 +11,10 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from kittiwake.layers.cuda_linear import (
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.progress import Progress
 
 _PROVED_AT = {
@@ -88,19 +90,24 @@ def pick_products(
     element = groups[0].dtype
     known = _shipped(element) | _found(element)
     news: dict[str, tuple[Choice, ...]] = {}
+    planned: list[tuple[list[CudaGroup], Picks, torch.dtype]] = []
+    tell: Progress = progress if progress is not None else lambda what, done, total: None
     with exact_products():
         for done, (key, same) in enumerate(by_key.items()):
             out_dtype = out_dtypes.get(key, element)
             if key in known:
                 picks = Picks(known[key], "measured on this kind of card")
             else:
+                tell("measuring products", done, len(by_key))
                 picks = _tune(same, out_dtype)
                 news[key] = picks.choices
-            picks = _proved(same[0], picks, out_dtype, _MOST_ROWS if key in out_dtypes else most_rows)
+            planned.append((same, picks, out_dtype))
+        _compile(_first_launches((same[0], picks, out_dtype) for same, picks, out_dtype in planned))
+        for done, (same, picks, out_dtype) in enumerate(planned):
+            picks = _proved(same[0], picks, out_dtype, _MOST_ROWS if same[0].key in out_dtypes else most_rows)
             for group in same:
                 group.picks = picks
-            if progress is not None:
-                progress("proving products", done + 1, len(by_key))
+            tell("proving products", done + 1, len(planned))
     if news:
         _keep(element, news)
 
@@ -113,9 +120,8 @@ def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: i
     given, expected = _trial(group, out_dtype, max(most_rows, _MOST_ROWS))
     above = (*_PROVED_ABOVE, most_rows) if most_rows > _MOST_ROWS else _PROVED_ABOVE
     is_grouped = len(group.products) > 1
-    group.run(
-        Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped)), given, expected, overlap=False
-    )
+    law = Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped))
+    group.run(law, given, expected, overlap=can_overlap(group.weight.device))
     choices, replaced = [], []
     for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
         counts = _PROVED_AT.get(most, above)
@@ -141,10 +147,11 @@ def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> 
 
 
 def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int) -> bool:
+    """Whether a choice has these bits, launched as a model does: no kernel is compiled for the proof alone."""
     out = torch.empty_strided((rows, group.columns), expected.stride(), dtype=expected.dtype, device=expected.device)
     out.fill_(torch.nan)
     try:
-        group.run(choice, given[..., :rows, :], out, overlap=False)
+        group.run(choice, given[..., :rows, :], out, overlap=can_overlap(group.weight.device))
         return same_bits(out, expected[:rows])
     except torch.OutOfMemoryError:
         raise
@@ -164,7 +171,7 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
         given, out = _trial(group, out_dtype, rows)
         timed = []
         candidates = list(_candidates(group, most, out_dtype))
-        _compile(group, candidates, given, out)
+        _compile(partial(_run_once, group, choice, given, out) for choice in candidates)
         for choice in candidates:
             try:
                 timed.append((_time_us(some, choice, given, out), str(choice), choice))
@@ -176,16 +183,32 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
     return Picks(tuple(choices), "measured on this card")
 
 
-def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor, out: torch.Tensor) -> None:
-    """Compile what is not compiled yet, side by side: nearly all of the time a new card takes."""
-
-    def try_once(choice: Choice) -> None:
-        with torch.cuda.device(group.weight.device), suppress(*CANNOT_RUN):
-            group.run(choice, given, out, overlap=True)
-
+def _compile(launches: Iterable[Callable[[], None]]) -> None:
+    """Launch once what may not be compiled yet, side by side: nearly all of the time a new card takes."""
     with ThreadPoolExecutor(min(16, usable_cores())) as pool:
-        list(pool.map(try_once, candidates))
+        list(pool.map(lambda launch: launch(), launches))
     torch.cuda.synchronize()
+
+
+def _run_once(group: CudaGroup, choice: Choice, given: torch.Tensor, out: torch.Tensor) -> None:
+    device = group.weight.device
+    with torch.cuda.device(device), suppress(*CANNOT_RUN):
+        group.run(choice, given, out, overlap=can_overlap(device))
+
+
+def _first_launches(planned: Iterable[tuple[CudaGroup, Picks, torch.dtype]]) -> Iterable[Callable[[], None]]:
+    """A launch of few rows for every kernel that proofs of these picks need."""
+    seen = set()
+    for group, picks, out_dtype in planned:
+        law = Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, len(group.products) > 1))
+        for most, choice in [(1, law), *zip(ROW_LIMITS, picks.choices, strict=True)]:
+            if choice.kind == "library" or not group.can_run(choice, out_dtype):
+                continue
+            given, out = _trial(group, out_dtype, min(_PROVED_AT.get(most, _PROVED_ABOVE)))
+            kernel = (choice, group.kernel_of(choice, given, out))
+            if kernel not in seen:
+                seen.add(kernel)
+                yield partial(_run_once, group, choice, given, out)
 
 
 def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
@@ -211,7 +234,7 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
 
     def chain() -> None:
         for group in groups:
-            group.run(choice, given, out, overlap=True)
+            group.run(choice, given, out, overlap=can_overlap(group.weight.device))
 
     chain()
     torch.cuda.synchronize()

@@ -147,6 +147,11 @@ class CudaKernel:
         _check(driver.cuLaunchKernelEx(config, loaded.function, (tuple(values), tuple(kinds)), 0))
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch on this device may begin before the one in front of it has ended, see :meth:`CudaKernel.__call__`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def shared_memory_limit() -> int:
     """Most bytes of shared memory that a block may ask for on the current CUDA device."""
     driver = _bindings().driver

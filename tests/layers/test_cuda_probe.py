@@ -164,7 +164,7 @@ def test_the_fastest_of_those_that_run_is_picked_and_remembered(monkeypatch: pyt
     kinds = [choice.kind for choice in first.picks.choices]
     assert kinds == ["tile", "narrow", *["library"] * 7]
     assert first.picks == second.picks and first.picks.reason == "measured on this card; bits proved"
-    assert told == [("proving products", 1, 1)]
+    assert told == [("measuring products", 0, 1), ("proving products", 1, 1)]
     monkeypatch.setattr(cuda_probe, "_time_us", None)  # another load measures nothing, and proves again
     later = FakeGroup({"library": one_bit})
     cuda_probe.pick_products([later], {})

@@ -43,6 +43,7 @@ from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.block_attention.triton import AttentionRows, make_rooms
 from kittiwake.ops.block_attention.triton import workspace_bytes as attention_bytes
 from kittiwake.ops.hyper_mix.triton import mean_streams
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.progress import Progress
 
 MOST_WANTED = 512
@@ -100,7 +101,7 @@ class Qwen4ExpCuda:
         on_card = self.place.type == "cuda"
         memory = torch.cuda.get_device_properties(self.place).total_memory if on_card else 0
         self.most_rows = most_rows_for(memory)
-        self.overlap = on_card and torch.cuda.get_device_capability(self.place)[0] >= 9
+        self.overlap = can_overlap(self.place)
         self._has_graphs = on_card
         self._trunk = CudaTrunk(g, self.element, self.place)
         self._lock = threading.RLock()

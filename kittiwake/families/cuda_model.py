@@ -53,7 +53,7 @@ Copies = Callable[[int, torch.Tensor, Addend | None], None]
 def check_weights(name: str, tensor: torch.Tensor, element: torch.dtype) -> None:
     """Raise ModelError for weights that are not finite, or that the element type cannot hold."""
     check_finite(name, tensor)
-    if element == torch.float16 and float(tensor.abs().max()) > 65504:
+    if element == torch.float16 and max(abs(float(end)) for end in torch.aminmax(tensor)) > 65504:
         raise ModelError(f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32")
 
 

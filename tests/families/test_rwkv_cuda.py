@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')")
 
+from kittiwake.errors import ModelError
+from kittiwake.families.cuda_model import check_weights
 from kittiwake.families.rwkv7_cuda import Rwkv7Cuda
 from tests.emulator import kernels
 
@@ -42,3 +44,19 @@ def test_rows_of_outputs_are_padded_as_products_load_them() -> None:
     wide = model.outputs("projected", 5, 3 * 64 + 13)
     assert wide.shape == (5, 205) and wide.stride() == (208, 1)
     assert model.outputs("projected", 3, 3 * 64 + 13).data_ptr() == wide.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1, torch.nan], "not finite"),
+        ([torch.inf], "not finite"),
+        ([-torch.inf, 0], "not finite"),
+        ([-65505, 1], "65504"),
+    ],
+)
+def test_weights_that_float16_cannot_hold_are_refused(values: list[float], said: str) -> None:
+    with pytest.raises(ModelError, match=f"x holds values .*{said}"):
+        check_weights("x", torch.tensor(values), torch.float16)
+    check_weights("x", torch.tensor([-65504.0, 65504.0]), torch.float16)
+    check_weights("x", torch.tensor([1e30]), torch.bfloat16)

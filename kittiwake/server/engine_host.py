@@ -146,13 +146,18 @@ class EngineHost:
         for index, request in enumerate(requests):
             text: list[str] | None = [] if self._log_prompts else None
             self._samples[request] = _Sample(caller, index, submission.keep_as, now_s, submission.request_id, text)
-        self._log_prompt(submission)
         self._requests[caller] = requests
+        self._log_prompt(submission)
 
     def _log_prompt(self, submission: Submission) -> None:
-        if self._log_prompts:
-            prompt = self._llm.decode(submission.prompt_ids)
-            logger.info("prompt", extra={"request_id": submission.request_id, "prompt": prompt})
+        if not self._log_prompts:
+            return
+        told: dict[str, object] = {"request_id": submission.request_id}
+        try:
+            told["prompt"] = self._llm.decode(submission.prompt_ids)
+        except KittiwakeError:  # ids of rows that the model has and its tokenizer does not
+            told["prompt_ids"] = submission.prompt_ids
+        logger.info("prompt", extra=told)
 
     def cancel(self, caller: Caller) -> None:
         """End what a call began; nothing is said of it any more."""

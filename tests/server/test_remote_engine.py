@@ -26,7 +26,8 @@ from kittiwake.server.engine_client import AnswerEnd, AnswerEvent, EngineError, 
 from kittiwake.server.engine_host import Caller
 from kittiwake.server.remote_engine import RemoteEngine, RemoteStream
 from kittiwake.server.transport import private_folder, socket_address
-from tests.models import tiny_llm
+from kittiwake.text.tokenizer import load_tokenizer
+from tests.models import tiny_llm, tiny_llm_with
 
 from .running import RunningEngine, client_of, run, running_engine, until
 
@@ -402,6 +403,23 @@ def test_prompts_and_answers_are_logged_where_that_is_asked_for(folder: Path, ca
         assert prompts == (["hello you", "score me"] if is_asked else [])
         assert [entry["answer"] for entry in told if "answer" in entry] == ([answer] if is_asked else [])
         assert all(entry["request_id"] == "test" for entry in told if "prompt" in entry)
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_logged_as_they_are(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = tiny_llm_with(load_tokenizer("bytes"), 300)  # as models whose rows were rounded up
+
+    async def work() -> list[AnswerEvent]:
+        async with client_of(folder) as client:
+            await client.make_state("s", replace(_ask(""), prompt_ids=(5, 299)))
+            return await _all(await client.submit(replace(_ask(""), prompt_ids=(5, 299))))
+
+    with caplog.at_level("INFO", "kittiwake.engine"), running_engine(folder, llm=llm, log_prompts=True) as engine:
+        assert run(work())[-1].end is not None
+        assert engine.is_idle
+    told = [vars(record) for record in caplog.records if record.getMessage() == "prompt"]
+    assert [entry["prompt_ids"] for entry in told] == [(5, 299)] * 2
 
 
 def test_an_idle_engine_does_nothing(engine: RunningEngine, folder: Path) -> None:

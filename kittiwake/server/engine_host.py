@@ -241,10 +241,7 @@ class EngineHost:
         if delta.error is not None:
             failure = failure_of(delta.error)
         elif sample.keep_as is not None and delta.state is not None:
-            try:
-                self._states.save(sample.keep_as, delta.state, replace=True)
-            except KittiwakeError as error:
-                reason, failure = "error", failure_of(error)
+            reason, failure = self._keep(sample.keep_as, delta.state, reason)
         cache = delta.cache
         timings = delta.timings
         return AnswerEnd(
@@ -256,6 +253,17 @@ class EngineHost:
             cache="" if cache is None else cache.miss or "hit",
             failure=failure,
         )
+
+    def _keep(self, name: str, state: KeptState, reason: str) -> tuple[str, Failure | None]:
+        """Keep the state after an answer; how that ends, and why not as it did."""
+        try:
+            self._states.save(name, state, replace=True)
+        except KittiwakeError as error:
+            return "error", failure_of(error)
+        except Exception:  # the others' answers go on
+            logger.exception("a state could not be kept")
+            return "error", FAULT
+        return reason, None
 
     def answer(self, caller: Caller, verb: wire.Verb) -> wire.Notice | None:
         """Do a verb, or begin one that takes several forwards: then there is no answer yet."""
@@ -294,6 +302,9 @@ class EngineHost:
             self._jobs.append(make())
         except KittiwakeError as error:
             return wire.Refused(caller.call, failure_of(error))
+        except Exception:
+            logger.exception("a verb failed")
+            return wire.Refused(caller.call, FAULT)
         return None
 
     def _scoring(self, caller: Caller, verb: wire.Score) -> _Job:

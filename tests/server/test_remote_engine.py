@@ -23,7 +23,7 @@ from kittiwake.llm import LLM
 from kittiwake.server import messages as wire
 from kittiwake.server import remote_engine
 from kittiwake.server.engine_client import AnswerEnd, AnswerEvent, EngineError, Submission
-from kittiwake.server.engine_host import Caller
+from kittiwake.server.engine_host import FAULT, Caller
 from kittiwake.server.remote_engine import RemoteEngine, RemoteStream
 from kittiwake.server.transport import private_folder, socket_address
 from kittiwake.text.tokenizer import load_tokenizer
@@ -484,6 +484,14 @@ def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
                 await refused(client.import_state("s", folder / "upload"))
                 patch.setattr(engine.llm.engine, "add_samples", fail)
                 await refused(client.submit(_ask("x")))
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.host._states, "save", fail)
+                events = await _all(await client.submit(_ask("x", keep_as="s")))
+                assert events[-1].end is not None and events[-1].end.failure == FAULT
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.llm.engine, "check", fail)
+                await refused(client.score(_ask("score me"), 0))
+                await refused(client.make_state("s", _ask("keep me")))
             assert len(await _all(await client.submit(_ask("x")))) >= 8
 
     run(work())

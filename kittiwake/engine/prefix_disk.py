@@ -259,6 +259,10 @@ class DiskTier:
                 with self._news:
                     self._counts.failed += 1
                 logger.warning("a cached state is not written: %s", err)
+            except Exception:  # the thread lives on: who closes the tier waits for what is queued
+                with self._news:
+                    self._counts.failed += 1
+                logger.exception("a cached state is not written")
             finally:
                 with self._news:
                     del self._queued[job.name]

@@ -145,13 +145,18 @@ class EngineHost:
         for index, request in enumerate(requests):
             text: list[str] | None = [] if self._log_prompts else None
             self._samples[request] = _Sample(caller, index, submission.keep_as, now_s, submission.request_id, text)
-        self._log_prompt(submission)
         self._requests[caller] = requests
+        self._log_prompt(submission)
 
     def _log_prompt(self, submission: Submission) -> None:
-        if self._log_prompts:
-            prompt = self._llm.decode(submission.prompt_ids)
-            logger.info("prompt", extra={"request_id": submission.request_id, "prompt": prompt})
+        if not self._log_prompts:
+            return
+        told: dict[str, object] = {"request_id": submission.request_id}
+        try:
+            told["prompt"] = self._llm.decode(submission.prompt_ids)
+        except KittiwakeError:  # ids of rows that the model has and its tokenizer does not
+            told["prompt_ids"] = submission.prompt_ids
+        logger.info("prompt", extra=told)
 
     def cancel(self, caller: Caller) -> None:
         """End what a call began; nothing is said of it any more."""
@@ -235,10 +240,7 @@ class EngineHost:
         if delta.error is not None:
             failure = failure_of(delta.error)
         elif sample.keep_as is not None and delta.state is not None:
-            try:
-                self._states.save(sample.keep_as, delta.state, replace=True)
-            except KittiwakeError as error:
-                reason, failure = "error", failure_of(error)
+            reason, failure = self._keep(sample.keep_as, delta.state, reason)
         cache = delta.cache
         timings = delta.timings
         return AnswerEnd(
@@ -250,6 +252,17 @@ class EngineHost:
             cache="" if cache is None else cache.miss or "hit",
             failure=failure,
         )
+
+    def _keep(self, name: str, state: KeptState, reason: str) -> tuple[str, Failure | None]:
+        """Keep the state after an answer; how that ends, and why not as it did."""
+        try:
+            self._states.save(name, state, replace=True)
+        except KittiwakeError as error:
+            return "error", failure_of(error)
+        except Exception:  # the others' answers go on
+            logger.exception("a state could not be kept")
+            return "error", FAULT
+        return reason, None
 
     def answer(self, caller: Caller, verb: wire.Verb) -> wire.Notice | None:
         """Do a verb, or begin one that takes several forwards: then there is no answer yet."""
@@ -288,6 +301,9 @@ class EngineHost:
             self._jobs.append(make())
         except KittiwakeError as error:
             return wire.Refused(caller.call, failure_of(error))
+        except Exception:
+            logger.exception("a verb failed")
+            return wire.Refused(caller.call, FAULT)
         return None
 
     def _scoring(self, caller: Caller, verb: wire.Score) -> _Job:

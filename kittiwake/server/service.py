@@ -236,7 +236,7 @@ async def beside(size: int, param: str, work: Callable[[], _Result]) -> _Result:
     """
     try:
         return work() if size < LONG_TEXT_CHARS else await asyncio.to_thread(work)
-    except KittiwakeError as error:
-        refused = ApiError.of(error)
+    except (KittiwakeError, ApiError) as error:
+        refused = error if isinstance(error, ApiError) else ApiError.of(error)
         refused.param = refused.param or (param if refused.status < 500 else None)
         raise refused from None

@@ -139,7 +139,8 @@ class Supervisor:
                 for listener in listeners:
                     listener.close()
                 if self._ready_file is not None:
-                    self._ready_file.unlink(missing_ok=True)
+                    with suppress(OSError):  # gone already, or its disk takes no change any more
+                        self._ready_file.unlink()
 
     async def _run(self, listeners: list[socket.socket]) -> int:
         self._listeners = listeners

@@ -538,6 +538,21 @@ def test_a_state_that_lies_about_its_tokens_stops_no_writer(tiers: Tiers) -> Non
     assert (tier.stats().failed, tier.stats().written) == (1, 1)
 
 
+def test_a_fault_that_nobody_expected_stops_no_writer(tiers: Tiers) -> None:
+    class Faulty(Files):
+        def sync(self, handle: int) -> None:
+            if not faults:
+                super().sync(handle)
+            else:
+                raise faults.pop()
+
+    faults: list[Exception] = [MemoryError(), ValueError("deep inside")]
+    tier = tiers(files=Faulty())
+    put(tier, text(9), text(9, 1), text(9, 2))
+    assert (tier.stats().failed, tier.stats().written, tier.stats().queued) == (2, 1, 0)
+    assert same(tier.load("", text(9, 2)), text(9, 2))
+
+
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be used"):

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kittiwake.server.engine_client import EngineError, Failure
 from tests.server.ask import asking, error_of, events_of, in_loop
-from tests.server.stub_engine import StubEngine
+from tests.server.stub_engine import StubEngine, stub_info
 
 PATH = "/v1/completions"
 
@@ -262,6 +263,19 @@ async def test_tokenizing_and_back() -> None:
         ):
             assert refused.status_code == 400
             error_of(refused)
+
+
+@in_loop
+async def test_ids_of_rows_that_the_tokenizer_does_not_have() -> None:
+    engine = StubEngine(info=replace(stub_info(), vocab_size=300))
+    async with asking(engine) as client:
+        assert (await client.post(PATH, json={"prompt": [5, 299], "max_tokens": 2})).status_code == 200
+        for path, ask, param in (
+            (PATH, {"prompt": [5, 299], "echo": True}, "prompt"),
+            ("/detokenize", {"tokens": [5, 299]}, "tokens"),
+        ):
+            answer = await client.post(path, json=ask)
+            assert answer.status_code == 400 and error_of(answer)["param"] == param
 
 
 @in_loop

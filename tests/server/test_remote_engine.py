@@ -23,10 +23,11 @@ from kittiwake.llm import LLM
 from kittiwake.server import messages as wire
 from kittiwake.server import remote_engine
 from kittiwake.server.engine_client import AnswerEnd, AnswerEvent, EngineError, Submission
-from kittiwake.server.engine_host import Caller
+from kittiwake.server.engine_host import FAULT, Caller
 from kittiwake.server.remote_engine import RemoteEngine, RemoteStream
 from kittiwake.server.transport import private_folder, socket_address
-from tests.models import tiny_llm
+from kittiwake.text.tokenizer import load_tokenizer
+from tests.models import tiny_llm, tiny_llm_with
 
 from .running import RunningEngine, client_of, run, running_engine, until
 
@@ -404,6 +405,23 @@ def test_prompts_and_answers_are_logged_where_that_is_asked_for(folder: Path, ca
         assert all(entry["request_id"] == "test" for entry in told if "prompt" in entry)
 
 
+def test_ids_that_the_tokenizer_does_not_know_are_logged_as_they_are(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = tiny_llm_with(load_tokenizer("bytes"), 300)  # as models whose rows were rounded up
+
+    async def work() -> list[AnswerEvent]:
+        async with client_of(folder) as client:
+            await client.make_state("s", replace(_ask(""), prompt_ids=(5, 299)))
+            return await _all(await client.submit(replace(_ask(""), prompt_ids=(5, 299))))
+
+    with caplog.at_level("INFO", "kittiwake.engine"), running_engine(folder, llm=llm, log_prompts=True) as engine:
+        assert run(work())[-1].end is not None
+        assert engine.is_idle
+    told = [vars(record) for record in caplog.records if record.getMessage() == "prompt"]
+    assert [entry["prompt_ids"] for entry in told] == [(5, 299)] * 2
+
+
 def test_an_idle_engine_does_nothing(engine: RunningEngine, folder: Path) -> None:
     async def work() -> None:
         async with client_of(folder) as client:
@@ -466,6 +484,14 @@ def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
                 await refused(client.import_state("s", folder / "upload"))
                 patch.setattr(engine.llm.engine, "add_samples", fail)
                 await refused(client.submit(_ask("x")))
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.host._states, "save", fail)
+                events = await _all(await client.submit(_ask("x", keep_as="s")))
+                assert events[-1].end is not None and events[-1].end.failure == FAULT
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.llm.engine, "check", fail)
+                await refused(client.score(_ask("score me"), 0))
+                await refused(client.make_state("s", _ask("keep me")))
             assert len(await _all(await client.submit(_ask("x")))) >= 8
 
     run(work())

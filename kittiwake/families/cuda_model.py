@@ -5,7 +5,6 @@ A family gives its layers (:meth:`CudaModel._trunk`); the rest is here. See fami
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping

@@ -152,3 +152,15 @@ __device__ __forceinline__ void add_low(float (&c)[4], unsigned a0, unsigned a2,
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 #endif
+
+// Centres a warp's values of a head, zero beyond D; their group norm is what this returns times them.
+__device__ __forceinline__ float centred(float (&x)[CHUNKS], float mean, float eps) {
+  const int lane = threadIdx.x % 32;
+  float variance = 0.f;
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    x[i] = lane + 32 * i < D ? x[i] - mean : 0.f;
+    variance += warp_sum(x[i] * x[i]);
+  }
+  return 1.f / sqrtf(variance / D + eps);
+}

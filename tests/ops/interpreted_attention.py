@@ -27,6 +27,7 @@ from kittiwake.ops.block_attention.triton import (
 )
 from kittiwake.ops.block_attention.triton_select import TILE, select_kernel
 from kittiwake.ops.packed import Packed
+from tests.ops.attention_pieces import copied, same_memory, turns
 from tests.ops.bits import same_bits
 from tests.ops.interpreted_kernels import _interpretable  # noqa: F401  a fixture
 from tests.oracles import block_attention_float64
@@ -73,10 +74,6 @@ def _wide_dots(monkeypatch: pytest.MonkeyPatch) -> None:
         return _make_dot(self, *wide, d, precision, imprecise)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-
-
-def copied(memory: AttentionMemory) -> AttentionMemory:
-    return AttentionMemory(*(array.copy() for array in vars(memory).values()))
 
 
 def tensors(memory: AttentionMemory) -> DeviceMemory:
@@ -165,26 +162,9 @@ def run_cut(
     """Each sequence in pieces of these sizes over and over, ``together`` sequences side by side."""
     memory, packed = copied(inputs.memory), case.packed
     out = np.full((packed.rows, case.shape.heads * case.shape.head_dim), np.nan, dtype=np.float32)
-    done = [0] * len(packed.lengths)
-    turn = 0
-    while any(seen < length for seen, length in zip(done, packed.lengths, strict=True)):
-        left = [b for b, length in enumerate(packed.lengths) if done[b] < length]
-        picked = (left[turn % len(left) :] + left[: turn % len(left)])[:together]
-        rows: list[int] = []
-        starts, before = [0], []
-        for b in picked:
-            size = min(sizes[(turn + b) % len(sizes)], packed.lengths[b] - done[b])
-            rows += range(int(packed.starts[b]) + done[b], int(packed.starts[b]) + done[b] + size)
-            starts.append(len(rows))
-            before.append(done[b])
-            done[b] += size
-        out[rows] = run(case, inputs, memory, np.array(rows), starts, packed.slots[picked], before, launch)
-        turn += 1
+    for rows, starts, sequences, before in turns(packed, sizes, together):
+        out[rows] = run(case, inputs, memory, rows, starts, packed.slots[sequences], before, launch)
     return out, memory
-
-
-def same_memory(found: AttentionMemory, expected: AttentionMemory) -> bool:
-    return all(same_bits(getattr(found, name), getattr(expected, name)) for name in NAMES)
 
 
 def deep(

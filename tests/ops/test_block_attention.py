@@ -12,6 +12,7 @@ from kittiwake.errors import ModelError
 from kittiwake.ops.block_attention import AttentionMemory, AttentionShape, cpu, reference
 from kittiwake.ops.block_attention.cases import CASES, AttentionCase, AttentionInputs
 from kittiwake.ops.packed import Packed
+from tests.ops.attention_pieces import copied, same_memory, turns
 from tests.ops.bits import same_bits
 from tests.ops.pieces import THREADS, numba_threads
 from tests.oracles import block_attention_float64
@@ -19,10 +20,6 @@ from tests.oracles.measure import relative_error
 
 SMALL = AttentionShape(4, 2, 8, 4, 2, 6, ratio=4, budget=8)
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-def copied(memory: AttentionMemory) -> AttentionMemory:
-    return AttentionMemory(*(array.copy() for array in vars(memory).values()))
 
 
 def run(
@@ -59,27 +56,9 @@ def run_cut(
     """Each sequence in pieces of these sizes over and over, ``together`` sequences side by side."""
     memory, packed = copied(inputs.memory), case.packed
     out = np.full((packed.rows, case.shape.heads * case.shape.head_dim), np.nan, dtype=np.float32)
-    done = [0] * len(packed.lengths)
-    turn = 0
-    while any(seen < length for seen, length in zip(done, packed.lengths, strict=True)):
-        left = [b for b, length in enumerate(packed.lengths) if done[b] < length]
-        picked = (left[turn % len(left) :] + left[: turn % len(left)])[:together]
-        rows: list[int] = []
-        starts, before = [0], []
-        for b in picked:
-            size = min(sizes[(turn + b) % len(sizes)], packed.lengths[b] - done[b])
-            rows += range(int(packed.starts[b]) + done[b], int(packed.starts[b]) + done[b] + size)
-            starts.append(len(rows))
-            before.append(done[b])
-            done[b] += size
-        out[rows] = run(case, inputs, memory, np.array(rows), starts, picked, before)
-        turn += 1
+    for turn in turns(packed, sizes, together):
+        out[turn.rows] = run(case, inputs, memory, *turn)
     return out, memory
-
-
-def same_memory(found: AttentionMemory, expected: AttentionMemory) -> bool:
-    names = ("keys", "values", "blocks", "open_rows")
-    return all(same_bits(getattr(found, name), getattr(expected, name)) for name in names)
 
 
 @cases

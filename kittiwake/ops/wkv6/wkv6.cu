@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_gates(const elem* projected, int C, float (
 __device__ __forceinline__ void finish_head(
     const Known& known, const float (&gate)[CHUNKS], const float* made, const float* y, elem* to, float eps) {
   const int lane = threadIdx.x % 32;
-  float x[CHUNKS], mean = 0.f, variance = 0.f, bonus = 0.f;
+  float x[CHUNKS], sum = 0.f, bonus = 0.f;
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int d = lane + 32 * i;
@@ -94,15 +94,9 @@ __device__ __forceinline__ void finish_head(
   for (int i = 0; i < CHUNKS; i++) {
     const int d = lane + 32 * i;
     x[i] = d < D ? fmaf(bonus, made[P_V * DP + d], y[d]) : 0.f;
-    mean += warp_sum(x[i]);
+    sum += warp_sum(x[i]);
   }
-  mean = mean / D;
-  #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) {
-    x[i] = lane + 32 * i < D ? x[i] - mean : 0.f;
-    variance += warp_sum(x[i] * x[i]);
-  }
-  const float scale = 1.f / sqrtf(variance / D + eps);
+  const float scale = centred(x, sum / D, eps);
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int d = lane + 32 * i;

@@ -105,21 +105,15 @@ __device__ __forceinline__ void prepare_head(const Inputs& in, const Low& low, c
 __device__ __forceinline__ void finish_head(
     const Known& known, const float (&gate)[CHUNKS], const float* made, const float* y, elem* to, float eps) {
   const int lane = threadIdx.x % 32;
-  float x[CHUNKS], mean = 0.f, variance = 0.f, bonus = 0.f;
+  float x[CHUNKS], sum = 0.f, bonus = 0.f;
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int d = lane + 32 * i;
     x[i] = d < D ? y[d] : 0.f;
-    mean += warp_sum(x[i]);
+    sum += warp_sum(x[i]);
     bonus += warp_sum(made[P_R * DP + d] * made[P_K * DP + d] * known.rk[i]);
   }
-  mean = mean / D;
-  #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) {
-    x[i] = lane + 32 * i < D ? x[i] - mean : 0.f;
-    variance += warp_sum(x[i] * x[i]);
-  }
-  const float scale = 1.f / sqrtf(variance / D + eps);
+  const float scale = centred(x, sum / D, eps);
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int d = lane + 32 * i;

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from kittiwake.ops.ngram_mix.cases import CASES as NGRAM_CASES
 from kittiwake.ops.ngram_mix.cases import NgramMixCase
 from kittiwake.ops.packed import Packed
 from tests.ops.bits import same_bits
-from tests.ops.interpreted_kernels import _patch_with_index
+from tests.ops.interpreted_kernels import _patch_with_index, dot_in_order
 from tests.ops.pieces import cut_in_two
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
@@ -50,27 +49,13 @@ SHORT = tuple(
 every_ngram_case = pytest.mark.parametrize("case", SHORT, ids=str)
 
 
-def _dot_in_order(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-    """A sum over K in order in float32, as the kernels count on; the interpreter's own is a library's product."""
-    left, right = (_widened(part) for part in (a, b))
-    terms = left.T[:, :, None] * right[:, None, :]
-    return interpreter.TensorHandle(np.add.reduce(np.concatenate([d.data[None], terms])), d.dtype.scalar)
-
-
-def _widened(part: Any) -> np.ndarray:
-    """A tile in float32; the interpreter keeps bfloat16 as whole numbers of the same bits."""
-    if part.dtype == tl.bfloat16:
-        return (part.data.astype(np.uint32) << 16).view(np.float32)
-    return np.asarray(part.data, np.float32)
-
-
 @pytest.fixture(autouse=True)
 def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's library of functions has no interpreter: a stand-in of the same meaning, not of the same bits."""
     for module in (kernels, ngram_kernels):
         monkeypatch.setattr(module, "libdevice", SimpleNamespace(exp=lambda x: tl.exp(x)))
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_with_index)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
 
 
 # The router

@@ -32,8 +32,7 @@ from kittiwake.ops.wkv7 import cuda as wkv7
 from tests.emulator.kernels import EmulatedKernel
 from tests.families.agreement import Run, assert_agrees
 from tests.families.recorded_graphs import recorded_graphs
-from tests.ops.interpreted_experts import _dot_in_order
-from tests.ops.interpreted_kernels import make_interpretable
+from tests.ops.interpreted_kernels import dot_in_order, make_interpretable
 from tests.oracles.measure import relative_error
 
 CPU = torch.device("cpu")
@@ -56,7 +55,7 @@ def _interpretable() -> Any:
     """CUDA's library of functions has no interpreter: a stand-in of the same meaning, not of the same bits."""
     with pytest.MonkeyPatch.context() as patch:
         make_interpretable(patch)
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
         for module in (wkv4, head_kernels):
             patch.setattr(module, "CudaKernel", EmulatedKernel)
         patch.setattr(wkv7, "shared_memory_limit", lambda: 99 * 1024)

@@ -31,8 +31,7 @@ from kittiwake.load import TensorDict
 from tests.engine.drive import ask, make_engine
 from tests.families.agreement import Run, same_run
 from tests.families.recorded_graphs import recorded_graphs
-from tests.ops.interpreted_experts import _dot_in_order
-from tests.ops.interpreted_kernels import make_interpretable
+from tests.ops.interpreted_kernels import dot_in_order, make_interpretable
 from tests.oracles.measure import relative_error
 
 CPU = torch.device("cpu")
@@ -52,7 +51,7 @@ TENSORS = made(one_table(SHAPE, qwen4exp_recipes(SHAPE, 5, torch.float32)))
 def _interpretable() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         make_interpretable(patch)
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
         yield
 
 

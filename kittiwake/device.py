@@ -6,15 +6,19 @@ import importlib
 import os
 import platform
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kittiwake.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _LOOKS = 6
 SPIN_COUNT = 5000
@@ -237,3 +241,64 @@ def device_memory_for(what: str, hint: str) -> Iterator[None]:
     except torch.OutOfMemoryError as err:
         said = str(err).partition("\n")[0].partition(" Of the allocated memory")[0]
         raise DeviceError(f"the card has no room for {what}: {said}", hint) from err
+
+
+class OnDevice(Protocol):
+    """What lies on one device."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where."""
+
+
+Owner = TypeVar("Owner", bound=OnDevice)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def on_its_card(
+    method: Callable[Concatenate[Owner, Parameters], Result],
+) -> Callable[Concatenate[Owner, Parameters], Result]:
+    """Decorator: within the method, the card of its owner is the current one.
+
+    Launches, streams and events are the current card's, and which one that is, every thread knows for itself: a thread
+    begins with the first.
+    """
+
+    @wraps(method)
+    def on_card(owner: Owner, /, *given: Parameters.args, **named: Parameters.kwargs) -> Result:
+        if owner.place.type != "cuda":
+            return method(owner, *given, **named)
+        import torch
+
+        with torch.cuda.device(owner.place):
+            return method(owner, *given, **named)
+
+    return on_card
+
+
+@lru_cache
+def _capture_stream(card: int) -> torch.cuda.Stream:
+    """The stream of a card that captures run on: one, since the library keeps room to work in for every stream."""
+    import torch
+
+    return torch.cuda.Stream(card)  # type: ignore[no-untyped-call]
+
+
+_capturing = threading.Lock()
+"""PyTorch captures one graph at a time in a process."""
+
+
+def captured(work: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what ``work`` launches on the current card; memory it asks for is the pool's, or the graph's own.
+
+    ``work`` has run before, so that nothing is compiled or loaded now. What other threads do on the card is none of the
+    capture's business, and does not end it.
+    """
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    stream = _capture_stream(torch.cuda.current_device())
+    with _capturing, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        work()
+    return graph

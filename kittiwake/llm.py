@@ -15,7 +15,7 @@ from kittiwake.checkpoints.reader import open_checkpoint
 from kittiwake.config import EngineConfig
 from kittiwake.engine import state_file
 from kittiwake.engine.engine import Engine
-from kittiwake.engine.prefix import PrefixCache, ram_budget
+from kittiwake.engine.prefix import PrefixCache, least_tokens, ram_budget
 from kittiwake.engine.prefix_disk import DiskTier
 from kittiwake.engine.request import Completion, Delta, KeptState, SamplingParams, Timings
 from kittiwake.engine.scoring import Given, Rows, Scored, prefill, run_rows, score, score_stream
@@ -96,7 +96,7 @@ class LLM:
         if config.cache_disk is not None:
             build = make_receipt(loaded)["digest"]
             disk = DiskTier(Path(config.cache_disk), config.cache_disk_bytes, self.state_owner(), build)
-        return PrefixCache(budget, min_tokens=config.cache_min_tokens, disk=disk)
+        return PrefixCache(budget, min_tokens=config.cache_min_tokens or least_tokens(model.device), disk=disk)
 
     def __enter__(self) -> LLM:
         return self

@@ -18,6 +18,8 @@ import torch
 
 from kittiwake.bench.machine import machine_line
 from kittiwake.device import usable_cores
+from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks, default_tile
+from kittiwake.ops.matmul.cuda import Narrow
 
 Launch = Callable[[], object]
 L2_BYTES = 128 * 2**20
@@ -73,6 +75,27 @@ class Report:
         self.say(f"{len(self.document.get('checks', {}))} checks, {len(self.failures)} wrong")
         self.put("outcome", "wrong", self.failures)
         return 1 if self.failures else 0
+
+
+def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a part found; an error is told in its place, so that the parts behind it still run."""
+    try:
+        return work()
+    except Exception as err:
+        with suppress(RuntimeError):  # after an error that a card does not forget
+            torch.cuda.empty_cache()
+        return {"ok": False, "error": f"{type(err).__name__}: {str(err)[:300]}"}
+
+
+def untuned(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
+    """Instead of timing products: a kind for each row count by rule, the narrow kernel, tiles, the library."""
+    group, choices = same[0], []
+    for most in ROW_LIMITS:
+        choice = Choice("narrow", Narrow()) if most <= 8 else Choice("library")
+        if 8 < most <= 64 or not group.can_run(choice, out_dtype):
+            choice = Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
+        choices.append(choice)
+    return Picks(tuple(choices), "not measured")
 
 
 def captured(launches: Sequence[Launch]) -> Launch:

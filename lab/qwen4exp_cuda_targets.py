@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+from card import attempted, untuned
 from safetensors.torch import save_file
 
 from kittiwake.bench.floors import Ceilings, Demand, measure_ceilings
@@ -40,13 +41,13 @@ from kittiwake.device import usable_cores
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import SavedState, new_states
+from kittiwake.errors import DeviceError
+from kittiwake.families.cuda_model import DTYPES
 from kittiwake.families.qwen4exp import cuda_model
 from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.layers import cuda_probe
-from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks, default_tile
 from kittiwake.load import load_model, load_source
-from kittiwake.ops.matmul.cuda import Narrow
 from tests.families.qwen4exp_cases import CASES, ids_of
 from tests.oracles.measure import relative_error
 
@@ -239,22 +240,11 @@ class Speeds:
         return [f"{row.device_time_total:.0f} us {row.count} x {row.key[:60]}" for row in found[:16]]
 
 
-def untuned(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
-    """A kind for each row count by rule: the narrow kernel, tiles, the library."""
-    group, choices = same[0], []
-    for most in ROW_LIMITS:
-        choice = Choice("narrow", Narrow()) if most <= 8 else Choice("library")
-        if 8 < most <= 64 or not group.can_run(choice, out_dtype):
-            choice = Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
-        choices.append(choice)
-    return Picks(tuple(choices), "not measured")
-
-
-def released(options: argparse.Namespace, tell: Callable[[str, Any], None]) -> bool:
-    """The law on the large shape, and its speeds; whether the law held."""
+def released(options: argparse.Namespace, tell: Callable[[str, Any], None]) -> dict[str, Any]:
+    """The law on the large shape, and its speeds; ``ok``: whether the law held."""
     began = time.perf_counter()
     if options.shape == "qwen4exp-8of48" and torch.cuda.get_device_properties(0).total_memory < 70 << 30:
-        raise SystemExit(f"{options.shape} takes some 45 GB in 16 bits: take qwen4exp-4of48 on this card")
+        raise DeviceError(f"{options.shape} takes some 45 GB in 16 bits", "take qwen4exp-4of48 on this card")
     model: Any = load_random(options.shape, EngineConfig(device="cuda", dtype=options.dtype)).model
     model.overlap = model.overlap and not options.plain
     torch.cuda.synchronize()
@@ -273,7 +263,7 @@ def released(options: argparse.Namespace, tell: Callable[[str, Any], None]) -> b
         ceilings = measure_ceilings("cuda", options.dtype)
         tell("ceilings", ceilings.line)
         depths = [int(depth) for depth in options.depths.split(",")]
-        speeds = Speeds(model, max(depths) + 2 * CHUNK, ceilings, cuda_model.DTYPES[options.dtype])
+        speeds = Speeds(model, max(depths) + 2 * CHUNK, ceilings, DTYPES[options.dtype])
         first: dict[str, Any] = {}
         for depth in sorted(depths):
             found = speeds.at(depth, options.profile)
@@ -282,7 +272,7 @@ def released(options: argparse.Namespace, tell: Callable[[str, Any], None]) -> b
                 found[kind]["slower_than_first"] = round(found[kind]["ms"] / first[kind]["ms"] - 1, 3)
             tell(f"depth {depth}", found)
         tell("ngram", model.describe()["ngram_tables"][0]["gathered"] if model.describe()["ngram_tables"] else {})
-    return is_exact
+    return {"ok": is_exact}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,11 +311,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "cpu" in options.parts:
         works |= {f"heads as released {dtype}": partial(check_heads, dtype) for dtype in dtypes}
     for name, work in works.items():
-        found = work()
+        found = attempted(work)
         checks.append(found["ok"])
         tell(name, found)
     if {"exact", "speed"} & set(options.parts):
-        checks.append(released(options, tell))
+        found = attempted(partial(released, options, tell))
+        checks.append(found["ok"])
+        tell("released", found)
     tell("all checks passed", all(checks))
     return 0 if all(checks) else 1
 

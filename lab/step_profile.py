@@ -29,10 +29,10 @@ from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
 from kittiwake.families import rwkv7_cuda
 from kittiwake.layers.cuda_linear import exact_products
+from kittiwake.ops import head_kernels
 from kittiwake.ops.matmul import cuda as narrows
 from kittiwake.ops.matmul import triton as tiles
 from kittiwake.ops.shift_mix import triton as shifts
-from kittiwake.ops.wkv7 import cuda as mixes
 from tests.device.runs import Runs
 
 SHAPES = ("1.5b", "0.1b")
@@ -43,7 +43,7 @@ BEGINS: tuple[dict[str, int], ...] = (
     {"tile": 1, "mix": 1}, {"tile": 2, "mix": 1}, {"tile": 2, "narrow": 2},
 )  # fmt: skip
 """What differs from today in when a kind of kernel lets the next begin."""
-MODULES = {"tile": tiles, "narrow": narrows, "mix": mixes, "shift": shifts}
+MODULES = {"tile": tiles, "narrow": narrows, "mix": head_kernels, "shift": shifts}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from kittiwake.device import usable_cores
 from kittiwake.engine.batch import Batch
 from kittiwake.layers.cuda_linear import CudaGroup, exact_products
 from kittiwake.layers.cuda_probe import _trial
-from kittiwake.ops.wkv7.cuda import LOW_ROWS
+from kittiwake.ops.head_kernels import LOW_ROWS
 from tests.device.runs import Runs
 
 REQUESTS = (1, 8, 32)

@@ -22,6 +22,7 @@ from wkv7_blocks import make
 
 from kittiwake.device import usable_cores
 from kittiwake.layers.cuda_linear import Choice, CudaGroup, CudaProduct, exact_products
+from kittiwake.ops.head_kernels import TILINGS, choose_tiling
 from kittiwake.ops.matmul.triton import Config
 from kittiwake.ops.shift_mix.triton import shift_mix
 from kittiwake.ops.wkv7.cuda import kernels
@@ -293,12 +294,12 @@ def scan(report: Report, tiles: Tiles) -> None:
     op = kernels(64, torch.float16)
     for heads in HEADS:
         x, state = make(1, TOKENS, heads), torch.zeros(1, heads, 64, 64, device="cuda")
-        made = torch.empty(op.made_values(TOKENS, heads), device="cuda")
+        made = torch.empty(TOKENS * op.made_values(heads), device="cuda")
         out, y = torch.empty_like(x[2]), torch.empty_like(x[2], dtype=torch.float32)
         starts, slots = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, TOKENS], [0]))
         op.prompt(*x, state, starts, slots, made, y, out, first_layer=False, eps=64e-5, overlap=False)
-        tile = op.tiling(heads)
-        grid, threads = (64 // tile.rows_per_block, heads, 1), 8 * tile.rows_per_block // tile.rows_per_thread
+        tile = choose_tiling(TILINGS, heads)
+        grid, threads = (64 // tile.columns_per_block, heads, 1), tile.threads
         passed = (made, y, state, starts, slots, TOKENS)
         launches: dict[str, Launch] = {"CUDA C++": partial(op._scans[tile], grid, threads, passed)}
         for rows, warps in ((8, 1), (16, 2), (32, 4)):

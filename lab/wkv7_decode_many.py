@@ -23,8 +23,9 @@ from card import Launch, Report, captured, copies_of, medians_us
 from kittiwake.device import usable_cores
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
 from kittiwake.layers.cuda_probe import pick_products
+from kittiwake.ops.head_kernels import Tiling, head_defines, head_source
 from kittiwake.ops.nvrtc import CudaKernel
-from kittiwake.ops.wkv7.cuda import Tiling, Wkv7, defines, kernels, source
+from kittiwake.ops.wkv7.cuda import Wkv7, kernels
 
 HEADS, SIZE, RANKS = 32, 64, (96, 96, 256, 64)
 WIDTH = HEADS * SIZE
@@ -51,7 +52,7 @@ class Many:
     def defines(self, dtype: torch.dtype) -> tuple[str, ...]:
         """What the source is compiled with."""
         own = (f"Q={self.states}", f"GROUPS={self.groups}", f"BULK={self.bulk}", f"LEAVE={self.store}")
-        return (*defines(SIZE, dtype, Tiling()), *own)
+        return (*head_defines(SIZE, dtype, Tiling()), *own)
 
 
 FORMS = (
@@ -62,7 +63,7 @@ FORMS = (
 
 def text() -> str:
     """The CUDA C++ text."""
-    return source() + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return head_source("wkv7") + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
 @lru_cache
@@ -83,7 +84,7 @@ class Layer:
     def __init__(self, sequences: int, slots: torch.Tensor, projected: torch.Tensor) -> None:
         self.sequences, self.slots, self.projected = sequences, slots, projected
         draw = partial(torch.randn, device="cuda")
-        self.low, self.v_first, self.out = draw(sequences, 4 * WIDTH).half(), draw(sequences, WIDTH).half(), None
+        self.low, self.v_first = draw(sequences, 4 * WIDTH).half(), draw(sequences, WIDTH).half()
         self.vectors = draw(8, WIDTH)
         self.vectors[0].uniform_(-7, 3)
         self.state = draw(int(slots.max()) + 1, HEADS, SIZE, SIZE)

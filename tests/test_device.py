@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kittiwake.device import (
     SPIN_COUNT,
+    captured,
     device_memory_for,
     driver_version,
     find_card,
     is_busy,
+    on_its_card,
     resolve_threads,
     usable_cores,
     waiting_environment,
@@ -152,3 +157,45 @@ def test_the_driver_that_is_loaded(text: str, number: str | None, tmp_path: Path
     (tmp_path / "version").write_text(text, encoding="ascii")
     assert driver_version(tmp_path / "version") == number
     assert driver_version(tmp_path / "missing") is None
+
+
+class OnPlace:
+    def __init__(self, place: torch.device, in_use: list[torch.device]) -> None:
+        self.place, self._in_use = place, in_use
+
+    @on_its_card
+    def launch(self, first: int, *, second: int) -> tuple[list[torch.device], int]:
+        return list(self._in_use), first + second
+
+
+def test_a_method_has_the_card_of_its_owner_whichever_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use: list[torch.device] = []
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        in_use.append(place)
+        yield
+        in_use.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    second = torch.device("cuda", 1)
+    assert OnPlace(second, in_use).launch(1, second=2) == ([second], 3) and not in_use
+    assert OnPlace(torch.device("cpu"), in_use).launch(1, second=2) == ([], 3)
+
+
+def test_a_capture_is_on_its_own_card_and_its_own_threads_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    @contextmanager
+    def graph(graph: Any, **options: Any) -> Iterator[None]:
+        told.append((graph, options))
+        yield
+        told.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "a graph")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr("kittiwake.device._capture_stream", lambda card: f"stream of card {card}")
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    assert captured(lambda: told.append("work"), (0, 7)) == "a graph"  # type: ignore[comparison-overlap]
+    options = {"pool": (0, 7), "stream": "stream of card 1", "capture_error_mode": "thread_local"}
+    assert told == [("a graph", options), "work", "end"]

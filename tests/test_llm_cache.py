@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kittiwake.config import EngineConfig
+from kittiwake.engine.prefix import least_tokens
 from kittiwake.engine.request import SamplingParams
 from kittiwake.errors import OutputError, UsageError
 from kittiwake.llm import LLM
@@ -28,7 +29,7 @@ def make(threads: int = 2, **options: Any) -> LLM:
     [
         ({"cache_ram_bytes": -2}, "cache_ram_bytes must be a whole number from -1"),
         ({"cache_ram_bytes": 1.5}, "cache_ram_bytes"),
-        ({"cache_min_tokens": 0}, "cache_min_tokens must be a whole number from 1"),
+        ({"cache_min_tokens": -1}, "cache_min_tokens must be a whole number from 0"),
         ({"cache_disk": ""}, "cache_disk must be the path of a folder"),
         ({"cache_disk": 5}, "cache_disk must be the path of a folder"),
         ({"cache_disk": "x", "cache_ram_bytes": 0}, "cache_disk needs memory"),
@@ -49,6 +50,15 @@ def test_a_library_keeps_nothing_unless_told() -> None:
     assert stats is not None and stats.budget_bytes == RAM and stats.disk is None
     auto = make(cache_ram_bytes=-1).engine.stats().cache
     assert auto is not None and auto.budget_bytes > 0
+
+
+def test_short_prompts_are_kept_where_copying_a_state_is_cheap() -> None:
+    assert (least_tokens("cpu"), least_tokens("cuda:0")) == (32, 512)
+    for options, kept in (({}, 1), ({"cache_min_tokens": 50}, 0), ({"cache_min_tokens": 20}, 2)):
+        llm = make(cache_ram_bytes=RAM, **options)
+        llm.generate([prompt_of(20), prompt_of(40, 1)], SamplingParams(max_tokens=1, temperature=0.0))
+        stats = llm.engine.stats().cache
+        assert stats is not None and stats.entries == kept, options
 
 
 def test_answers_are_the_same_with_and_without(tmp_path: Path) -> None:

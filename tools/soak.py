@@ -177,7 +177,7 @@ def main() -> int:
                 report = asyncio.run(_soak(json.loads(ready.read_text()), options))
             finally:
                 process.terminate()
-                code = process.wait(60)
+                code = process.wait(120)
             report.check(code == 0, f"the server ended with exit code {code}")
     print(json.dumps({"done": report.done, "memory_bytes": report.memory[-1:], "wrong": report.wrong}, indent=2))
     return 1 if report.wrong else 0
@@ -216,7 +216,7 @@ async def _watch(pid: int, report: Report) -> None:
 async def _check_idle(http: httpx.AsyncClient, report: Report) -> None:
     """Slots, queue and requests are back to where they began, within some seconds."""
     figures: dict[str, float] = {}
-    for _ in range(100):
+    for _ in range(600):
         text = (await http.get("/metrics")).text
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         figures = {name: float(value) for name, _, value in lines}

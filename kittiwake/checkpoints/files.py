@@ -182,7 +182,10 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
             else:
                 _link_new(partial, target)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(
+            OSError
+        ):  # a disk that takes no more may not let go either; what is told is why nothing was written
+            partial.unlink()
         raise
     with suppress(OSError):
         _sync_folder(target.parent)

@@ -103,7 +103,7 @@ def serve(
     signal ends it at once. Exit codes: 0 stopped in good order, 1 a process of the server died, 130 a second signal.
     """
     of_server = {one.name for one in fields(ServerConfig)} & options.keys()
-    keys = tuple([api_key] if api_key else []) + _read_keys(api_key_file)
+    keys = tuple([] if api_key is None else [api_key]) + _read_keys(api_key_file)
     config = ServerConfig(api_keys=keys, **{name: options.pop(name) for name in of_server})
     engine = engine_config(**options)
     try:
@@ -128,7 +128,7 @@ def _read_keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise InputFileError(f"the key file {path} cannot be read: {error}") from None

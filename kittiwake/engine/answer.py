@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kittiwake.engine.request import SamplingParams
 from kittiwake.text.stops import StopMatcher
@@ -10,8 +10,7 @@ from kittiwake.text.stream import TextStream
 from kittiwake.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one token did: text that may be shown now, and why the answer ended, if it did."""
 
     text: str
@@ -25,14 +24,15 @@ class Answer:
     and an end-of-text token, are drawn but not accepted.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopMatcher | None = None) -> None:
+        """``stops`` is a matcher of ``params.stop`` for another answer, where there is one."""
         self.params = params
         self.tokens: list[int] = []
         self._ends = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids)
         )
         self._stream = TextStream(tokenizer)
-        self._stops = StopMatcher(params.stop)
+        self._stops = StopMatcher(params.stop) if stops is None else stops.another()
         self._chars_before_stops = 0
         self._borders: list[int | None] = []  # a token's end in chars of the answer; None inside a character
         self._chars = 0

@@ -10,6 +10,12 @@ import torch
 from kittiwake.engine.states import NO_PAGE, PartKind, StatePart, StateSpec, StateTable
 
 
+def sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, enqueued: the host goes on, and torch keeps what it is read from until it has been."""
+    host = torch.from_numpy(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True, copy=True)
+
+
 class CudaStateTable(StateTable):
     """``part(name)`` is a tensor on the device, or an array of numpy for a part that lies on the host; every verb is
     enqueued on the current stream.

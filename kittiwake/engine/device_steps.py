@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kittiwake.device import captured, on_its_card
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.cuda_states import CudaStateTable
+from kittiwake.engine.cuda_states import CudaStateTable, sent
 from kittiwake.engine.flight import Flight
 from kittiwake.engine.request import SamplingParams
 from kittiwake.ops.sampling.triton import DeviceSampler
@@ -19,6 +20,9 @@ _RING = 4
 
 class DrawableModel(Protocol):
     """What the steps need of a model on CUDA."""
+
+    place: torch.device
+    """The card that it is on."""
 
     def draw_rows(self, slots: int) -> int:
         """Most rows of logits that :meth:`forward_to_draw` gives for so many slots."""
@@ -34,7 +38,15 @@ class DeviceSteps:
     """Launches steps of one model on one state table."""
 
     def __init__(self, model: DrawableModel, states: CudaStateTable, vocab_size: int, never: Sequence[int]) -> None:
+        self.place = model.place
+        """The card that model and states are on."""
         self._model, self._states = model, states
+        self._make(vocab_size, never)
+
+    @on_its_card
+    def _make(self, vocab_size: int, never: Sequence[int]) -> None:
+        """The sampler with its kernels, and where tokens come back to."""
+        model, states = self._model, self._states
         self.sampler = DeviceSampler(vocab_size, model.draw_rows(states.slots), states.slots, states.device, never)
         nobody = torch.zeros(1, dtype=torch.int32, device=states.device)
         for greedy in (True, False):  # compiles the kernels
@@ -63,14 +75,16 @@ class DeviceSteps:
             self._in_use.remove(slot)
             self.sampler.clear_row(slot)
 
+    @on_its_card
     def launch(self, batch: Batch, flight: Flight) -> Flight:
         """Enqueue a forward and the draw of ``flight.drawn``."""
         logits, slots = self._model.forward_to_draw(batch, self._states)
         return self._draw(logits, slots, flight)
 
+    @on_its_card
     def launch_known(self, rows: np.ndarray, flight: Flight) -> Flight:
         """Enqueue a draw from logits [W, vocab] that the host has."""
-        return self._draw(torch.from_numpy(rows).to(self._states.device), None, flight)
+        return self._draw(sent(rows, self._states.device), None, flight)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor | None, flight: Flight) -> Flight:
         greedy = all(request.answer.params.temperature == 0.0 for request in flight.drawn)
@@ -80,10 +94,10 @@ class DeviceSteps:
             else:
                 drawn = set(map(id, flight.drawn))
                 places = [request.slot if id(request) in drawn else 0 for request in flight.rows]
-                sent = torch.tensor(places, dtype=torch.int32).pin_memory().to(self._states.device, non_blocking=True)
+                slots = sent(np.array(places, dtype=np.int32), self._states.device)
                 for first in range(0, len(places), self.sampler.max_rows):
                     part = slice(first, first + self.sampler.max_rows)
-                    self.sampler.draw(logits[part], sent[part], self._states.drawn, greedy_only=greedy)
+                    self.sampler.draw(logits[part], slots[part], self._states.drawn, greedy_only=greedy)
         tensor, flight.tokens, flight.event = self._ring[self._turn]
         self._turn = (self._turn + 1) % _RING
         tensor.copy_(self._states.drawn, non_blocking=True)
@@ -96,14 +110,14 @@ class DeviceSteps:
         key = (logits.data_ptr(), slots.data_ptr(), len(slots), greedy)
         if key not in self._graphs:
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.sampler.draw(logits, slots, self._states.drawn, greedy_only=greedy)
-            self._graphs[key] = graph
+            self._graphs[key] = captured(
+                lambda: self.sampler.draw(logits, slots, self._states.drawn, greedy_only=greedy)
+            )
         return self._graphs[key]
 
-    def land(self, flight: Flight) -> dict[int, int]:
-        """Wait for a flight; the token of each slot that drew one, negative where none could be drawn."""
+    def land(self, flight: Flight) -> list[int]:
+        """Wait for a flight; by slot the token it drew, if it did, negative where none could be drawn."""
         flight.event.synchronize()
         assert flight.tokens is not None
-        return {request.slot: int(flight.tokens[request.slot]) for request in flight.drawn}
+        tokens: list[int] = flight.tokens.tolist()
+        return tokens

@@ -36,6 +36,7 @@ from kittiwake.engine.states import SavedState
 from kittiwake.engine.stats import EngineStats, QueueLimits, StepReport, Totals
 from kittiwake.errors import DeadlineError, KittiwakeError, QueueFullError, RequestError, StateError
 from kittiwake.families.contract import Model, SequencesError
+from kittiwake.text.stops import StopMatcher
 from kittiwake.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -108,9 +109,9 @@ class Engine:
         if len(prompt_ids) == 0 and (start_from is None or start_from.logits is None):
             raise RequestError("the prompt is empty", "give at least one token; some models begin with token 0")
         for kind, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-                    raise RequestError(f"{kind} holds {token!r}, which is no token id from 0 to {vocab - 1}")
+            if not _are_ids(ids, vocab):
+                wrong = next(token for token in ids if not _are_ids((token,), vocab))
+                raise RequestError(f"{kind} holds {wrong!r}, which is no token id from 0 to {vocab - 1}")
         for token in params.logit_bias:
             if not (token < vocab and self.tokenizer.is_valid(token)):
                 raise RequestError(f"logit_bias names token {token}, which this model's tokenizer does not use")
@@ -163,15 +164,15 @@ class Engine:
         """
         how = options or RequestOptions()
         self.check(prompt_ids, params, start_from, how)
-        prompt = [int(token) for token in prompt_ids]
+        prompt, stops = list(map(int, prompt_ids)), StopMatcher(params.stop)
         with self._lock:
             self._check_queue(how.client)
             requests = []
             for index in range(params.n):
                 request = Request(
                     id=next(self._ids),
-                    answer=Answer(self.tokenizer, params.for_sample(index)),
-                    tokens=list(prompt),
+                    answer=Answer(self.tokenizer, params.for_sample(index), stops),
+                    tokens=prompt,
                     fed=0,
                     keep_state=keep_state,
                     start_from=start_from,
@@ -183,13 +184,14 @@ class Engine:
                 if start_from is not None:
                     request.base = start_from.saved.position
                     request.logits = start_from.logits
-                self._reuse.open(request)
                 if how.deadline_s is not None:
                     heapq.heappush(self._deadlines, (request.added_s + how.deadline_s, request.id))
                 self._requests[request.id] = request
                 self._of_client[how.client] += 1
                 self._outbox[request.id] = []
                 requests.append(request)
+            self._reuse.open(requests)
+            self._drop_old_deadlines()
             self._scheduler.add(_leader(requests))
             return [request.id for request in requests]
 
@@ -214,7 +216,7 @@ class Engine:
             expired = self._expire(begin_s)
             self._note_admitted(self._scheduler.admit(begin_s))
             # a kept state's logits, nothing to eat
-            ready = [r for r in self._scheduler.running if r.due == 0 and not r.pending]
+            ready = [r for r in self._scheduler.running if not r.pending and r.due == 0]
             for request in ready:
                 self._reuse.save_at_mark(request)
             plan = self._scheduler.plan()
@@ -247,6 +249,12 @@ class Engine:
                 error = DeadlineError(f"the request had not ended after {limit:g} s, with {drawn} tokens drawn")
                 self._cut_short(request, "error", error)
         return ended
+
+    def _drop_old_deadlines(self) -> None:
+        """Forget those of requests that have ended, now and then: under load there may never be a moment without any."""
+        if len(self._deadlines) > 2 * len(self._requests) + _FEW_DEADLINES:
+            self._deadlines = [one for one in self._deadlines if one[1] in self._requests]
+            heapq.heapify(self._deadlines)
 
     def _note_admitted(self, requests: list[Request]) -> None:
         for request in requests:
@@ -312,8 +320,7 @@ class Engine:
     def _launch(self, device: DeviceSteps, plan: Plan) -> Flight:
         """Enqueue a plan and the draws that it leads to."""
         batch, complete = plan.batch(), plan.complete
-        whole = {id(request) for request, count in plan.parts if count == request.due}
-        drawn = [one for one in complete if one.stage is Stage.RUNNING and id(one) in whole]
+        drawn = [one for one, count in plan.parts if count == one.due and one.stage is Stage.RUNNING]
         for request in drawn:
             self._prepare_draw(device, request)
         for request, count in plan.parts:
@@ -339,13 +346,14 @@ class Engine:
 
     def _flight_of(self, rows: list[Request], drawn: list[Request]) -> Flight:
         """A flight yet to be launched; its requests count the token to come."""
+        must_land = any(request.stage is Stage.SETTLING for request in rows)
         for request in drawn:
             request.pending += 1
-            params, count = request.answer.params, len(request.answer.tokens) + request.pending
-            request.runs_ahead = count < params.max_tokens and self._is_free(request, count)
-        settles = any(request.stage is Stage.SETTLING for request in rows)
-        waits = any(not self._is_free(request, len(request.answer.tokens) + request.pending) for request in drawn)
-        return Flight(rows, drawn, settles or waits)
+            count = len(request.answer.tokens) + request.pending
+            is_free = self._is_free(request, count)
+            request.runs_ahead = is_free and count < request.answer.params.max_tokens
+            must_land = must_land or not is_free
+        return Flight(rows, drawn, must_land)
 
     @staticmethod
     def _is_free(request: Request, count: int) -> bool:
@@ -374,9 +382,11 @@ class Engine:
                 self._end(request, "error", error=fault(token))
                 continue
             params = request.answer.params
-            row = flight.row(request) if request.keep_state or params.logprobs else None
-            described = describe(row, params, token) if row is not None else Drawn(token)
-            self._take(request, token, row, self._logprobs(request, token, described))
+            if request.keep_state or params.logprobs:
+                row = flight.row(request)
+                self._take(request, token, row, self._logprobs(request, token, describe(row, params, token)))
+            else:
+                self._take(request, token, None, ())
 
     def _deliver(self, rows: list[tuple[Request, np.ndarray]]) -> None:
         """Sample a token for each row, or settle a request whose state is to be kept."""
@@ -419,11 +429,11 @@ class Engine:
 
     def _take(self, request: Request, token: int, row: np.ndarray | None, logprobs: tuple[TokenLogprob, ...]) -> None:
         """A token was drawn from ``row``, the logits after everything the slot has eaten."""
-        was_decided = request.answer.is_decided
+        settles = request.keep_state or self._reuse.wants_answer(request)
+        was_decided = settles and request.answer.is_decided
         step = request.answer.push(token)
         if request.adjustments is not None:
             request.adjustments.push(token)
-        settles = request.keep_state or self._reuse.wants_answer(request)
         if settles:
             request.logits = row
         if settles and step.finish_reason is None:
@@ -532,16 +542,23 @@ class Engine:
         with self._lock:
             if request_id not in self._outbox:
                 raise RequestError(f"request {request_id} is not known: never added, or its end was collected already")
-            deltas, self._outbox[request_id] = self._outbox[request_id], []
             self._fresh.pop(request_id, None)
-            if deltas and deltas[-1].finish_reason is not None:
-                del self._outbox[request_id]
-            return deltas
+            return self._empty(request_id)
+
+    def _empty(self, request_id: int) -> list[Delta]:
+        """What is in an outbox, which goes with its last Delta."""
+        deltas = self._outbox[request_id]
+        if deltas and deltas[-1].finish_reason is not None:
+            del self._outbox[request_id]
+        else:
+            self._outbox[request_id] = []
+        return deltas
 
     def collect_all(self) -> list[Delta]:
         """What happened to all requests since the last call, those of a request in order; as :meth:`collect` of each."""
         with self._lock:
-            return [delta for request_id in list(self._fresh) for delta in self.collect(request_id)]
+            fresh, self._fresh = self._fresh, {}
+            return [delta for request_id in fresh for delta in self._empty(request_id)]
 
     def abort(self, request_id: int) -> None:
         """End a request now with reason "abort" and free its slot; one that has ended is left as it is."""
@@ -579,6 +596,17 @@ class Engine:
         """Let the cache write what it has still to write. The engine is not to be used any more."""
         if self._cache is not None:
             self._cache.close()
+
+
+_FEW_DEADLINES = 64
+
+
+def _are_ids(ids: Sequence[int], vocab: int) -> bool:
+    """Whether all of these are ids of a vocabulary; quick, since a prompt may be long and others wait meanwhile."""
+    if len(ids) == 0:
+        return True
+    kinds = set(map(type, ids))
+    return all(kind is int or issubclass(kind, np.integer) for kind in kinds) and min(ids) >= 0 and max(ids) < vocab
 
 
 def _leader(requests: list[Request]) -> Request:

@@ -6,6 +6,8 @@ rewound to an earlier place. What is found changes no bit of any answer, only ho
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -127,6 +129,47 @@ class _Entry:
     prefix: Prefix
     own_bytes: int
     """What goes with it whoever else holds its pages."""
+    used: int = 0
+    """Rises with every use of any entry."""
+    is_listed: bool = False
+    """Whether it stands among those that a longer one may make up for."""
+
+
+class _Covered:
+    """Entries that a longer one makes up for, longest unused first, found without a look at all the others.
+
+    An entry is listed when it may have become one. Whether it still is, and when it was used last, is seen when its turn
+    comes: texts part and are used far more often than entries go.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, _Entry]] = []
+        self._numbers = itertools.count()
+
+    def note(self, node: Node[_Entry] | None) -> None:
+        """Something changed below this node, or at it."""
+        if node is not None and node.value is not None and not node.value.is_listed and node.is_covered:
+            self._list(node.value)
+
+    def _list(self, entry: _Entry) -> None:
+        entry.is_listed = True
+        heapq.heappush(self._heap, (entry.used, next(self._numbers), entry))
+
+    def first(self, newest: _Entry) -> _Entry | None:
+        """The one unused for longest, other than the newest."""
+        found, aside = None, None
+        while self._heap and found is None:
+            used, _, entry = heapq.heappop(self._heap)
+            entry.is_listed = False
+            if entry is newest:
+                aside = entry
+            elif entry.node.value is entry and entry.node.is_covered:
+                if entry.used == used:
+                    found = entry
+                self._list(entry)
+        if aside is not None:
+            self._list(aside)
+        return found
 
 
 class PrefixCache:
@@ -139,6 +182,7 @@ class PrefixCache:
         self.tokens_saved = 0
         self._trees: dict[str, TokenTree[_Entry]] = {}
         self._by_use: OrderedDict[_Entry, None] = OrderedDict()  # longest unused first
+        self._uses, self._covered = itertools.count(), _Covered()
         self._holders = PageHolders()
         self._bytes = self._inserted = self._evicted = 0
 
@@ -156,8 +200,13 @@ class PrefixCache:
                     return Found(prefix, "disk", common)
         if node is None or node.value is None:
             return Found(None, "none", common)
-        self._by_use.move_to_end(node.value)
+        self._use(node.value)
         return Found(node.value.prefix, "memory", common)
+
+    def _use(self, entry: _Entry) -> None:
+        entry.used = next(self._uses)
+        self._by_use[entry] = None
+        self._by_use.move_to_end(entry)
 
     def keep(self, origin: Origin, tokens: np.ndarray, prefix: Prefix) -> None:
         """Keep the state after exactly these tokens, int32 [prefix.count]. Its arrays are not copied."""
@@ -171,14 +220,16 @@ class PrefixCache:
         if tree is not None:
             node, _ = tree.find(tokens)
             if node is not None and node.depth == len(tokens) and node.value is not None:
-                self._by_use.move_to_end(node.value)
+                self._use(node.value)
                 return
         beside = prefix.logits.nbytes + tokens.nbytes + ENTRY_BYTES
         if prefix.saved.nbytes + beside > self.budget_bytes:
             return
         entry = _Entry(key, prefix, prefix.saved.own_nbytes + beside)
         entry.node = self._trees.setdefault(key, TokenTree()).insert(tokens, entry)
-        self._by_use[entry] = None
+        self._use(entry)
+        self._covered.note(entry.node)
+        self._covered.note(entry.node.parent)
         self._bytes += entry.own_bytes + self._holders.add(prefix.saved.pages)
         self._inserted += 1
         # only now: it shows where texts part, and such places are worth more
@@ -187,16 +238,18 @@ class PrefixCache:
 
     def _victim(self, newest: _Entry) -> _Entry:
         """The entry unused for longest among those that a longer one makes up for, else among all; not the newest."""
-        covered = (entry for entry in self._by_use if entry.node.is_covered and entry is not newest)
-        return next(covered, next(iter(self._by_use)))
+        return self._covered.first(newest) or next(iter(self._by_use))
 
     def _evict(self, entry: _Entry) -> None:
         self._drop(entry)
         self._evicted += 1
 
     def _drop(self, entry: _Entry) -> None:
-        tree = self._trees[entry.key]
+        tree, above = self._trees[entry.key], entry.node.parent
+        while above is not None and above.value is None:
+            above = above.parent
         tree.remove(entry.node)
+        self._covered.note(above)
         if not tree:
             del self._trees[entry.key]
         del self._by_use[entry]
@@ -206,6 +259,7 @@ class PrefixCache:
         """Forget what is in memory."""
         for entry in list(self._by_use):
             self._drop(entry)
+        self._covered = _Covered()
 
     def stats(self) -> CacheStats:
         """The cache in numbers."""
@@ -226,6 +280,14 @@ class PrefixCache:
         self.clear()
         if self.disk is not None:
             self.disk.close()
+
+
+def least_tokens(device: str) -> int:
+    """Fewest tokens that a state must save, where nobody says.
+
+    A card reads some hundred tokens while one state comes to the host's memory, and its steps wait for that.
+    """
+    return 32 if device == "cpu" else 512
 
 
 def ram_budget(wanted: int, claimed: int = 0) -> int:

@@ -216,13 +216,7 @@ class DiskTier:
             if kept.logits is None or not np.array_equal(np.asarray(kept.tokens[base:], dtype=np.int32), tokens):
                 raise StateFileError(f"{path} holds another text than it did")
         except (StateFileError, OSError) as err:
-            with self._news:
-                self._index.drop(file.name)
-                if path.exists():
-                    self._counts.corrupt += 1
-                    logger.warning("a cached state is damaged and was removed: %s", err)
-                    with suppress(OSError):
-                        self._files.remove(path)
+            self._put_aside(file, err)
             return None
         with self._news:
             file.used_s = time.time()
@@ -265,6 +259,10 @@ class DiskTier:
                 with self._news:
                     self._counts.failed += 1
                 logger.warning("a cached state is not written: %s", err)
+            except Exception:  # the thread lives on: who closes the tier waits for what is queued
+                with self._news:
+                    self._counts.failed += 1
+                logger.exception("a cached state is not written")
             finally:
                 with self._news:
                     del self._queued[job.name]
@@ -363,13 +361,8 @@ class DiskTier:
                 raise StateFileError(f"{path} is no cached state")
             if content["format"] == str(FORMAT) and entry.name != _name_of(content, tokens, path):
                 raise StateFileError(f"{path} does not hold what its name says")
-        except StateFileError as err:
-            if not path.exists():
-                return
-            with self._news:
-                self._counts.corrupt += 1
-            logger.warning("a cached state is damaged and was removed: %s", err)
-            self._files.remove(path)
+        except (StateFileError, OSError) as err:
+            self._put_aside(file, err)
             return
         with self._news:
             if all(content.get(key) == value for key, value in self._label.items()):
@@ -378,6 +371,27 @@ class DiskTier:
             else:
                 self._counts.foreign += 1
                 self._index.add(file)
+
+    def _put_aside(self, file: _File, err: Exception) -> None:
+        """Have nothing more to do with a file that could not be used: remove it where it is damaged. One that cannot be
+        read, or not be removed, only counts towards the budget: it may well be somebody else's."""
+        path = self._folder / file.name
+        with self._news:
+            self._index.drop(file.name)
+            if not path.exists():
+                return
+            is_readable = _is_readable(path)
+            if is_readable:
+                self._counts.corrupt += 1
+                with suppress(OSError):
+                    self._files.remove(path)
+            else:
+                self._counts.foreign += 1
+            is_left = path.exists()
+            if is_left:
+                self._index.add(_File(file.name, file.nbytes, file.used_s))
+        what = "is damaged" if is_readable else "cannot be read"
+        logger.warning("a cached state %s and was %s: %s", what, "left where it is" if is_left else "removed", err)
 
     def stats(self) -> DiskStats:
         """The tier in numbers."""
@@ -419,6 +433,16 @@ def _name_of(content: Mapping[str, str], tokens: np.ndarray, path: Path) -> str:
     if not content.keys() >= set(_LABEL) or not 0 <= base < len(tokens):
         raise StateFileError(f"{path} is no cached state")
     return file_name(content, tokens[base:])
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether a file's bytes can be had at all, whatever they are."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError:
+        return False
+    return True
 
 
 def _base(key: str) -> int:

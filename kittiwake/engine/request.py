@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,12 @@ class SamplingParams:
         Sample 0 has the seed as it is, the others seeds derived from it (:func:`derived_seed`).
         """
         _check_int("the index of a sample", index, 0, self.n - 1)
-        return self if self.n == 1 else replace(self, n=1, seed=derived_seed(self.seed, index))
+        if self.n == 1:
+            return self
+        sample = copy(self)  # all else was checked already, and may be much
+        object.__setattr__(sample, "n", 1)
+        object.__setattr__(sample, "seed", derived_seed(self.seed, index))
+        return sample
 
 
 def _has_surrogate(text: str) -> bool:
@@ -135,10 +141,18 @@ def _as_bias(biases: object) -> dict[int, float]:
     """A copy of the mapping, in order of the ids. Raises RequestError for what is no bias."""
     if not isinstance(biases, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, got {biases!r}")
-    for token, bias in biases.items():
-        _check_int("a token id of logit_bias", token, 0, None)
-        _check_float(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+    if not _are_biases(biases):
+        for token, bias in biases.items():
+            _check_int("a token id of logit_bias", token, 0, None)
+            _check_float(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
     return {token: float(biases[token]) for token in sorted(biases)}
+
+
+def _are_biases(biases: Mapping[Any, Any]) -> bool:
+    """Whether all of them are plainly what they should be: there may be one for each token of a vocabulary."""
+    if not biases or set(map(type, biases)) != {int} or not set(map(type, biases.values())) <= {int, float}:
+        return False
+    return min(biases) >= 0 and all(-MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values())
 
 
 def _check_bool(name: str, value: object) -> None:
@@ -239,7 +253,7 @@ class PromptProgress:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What a request did not have to read."""
+    """What a request did not have to read; samples of one prompt are one request."""
 
     cached_tokens: int = 0
     source: str = "none"
@@ -286,9 +300,12 @@ class TokenLogprob:
         return self.token_bytes.decode("utf-8", "replace")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one is made for every token, and a frozen one takes three times as long
 class Delta:
-    """What one step added to a request. ``text`` may be empty while a stop string or a character is undecided."""
+    """What one step added to a request; a value, not to be changed.
+
+    ``text`` may be empty while a stop string or a character is undecided.
+    """
 
     request_id: int
     text: str

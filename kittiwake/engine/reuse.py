@@ -34,15 +34,18 @@ class Reuse:
         self._answers = answers
         """Whether states after answers are kept too."""
 
-    def open(self, request: Request) -> None:
-        """A request was added: say why it finds nothing in the cache, or get ready to look for its prefix."""
-        if self.cache is None:
+    def open(self, requests: list[Request]) -> None:
+        """Requests of one prompt were added: say why they find nothing in the cache, or get ready to look for it."""
+        if self.cache is None or not requests:
             return
-        if not request.options.cache.use:
-            request.cache_use = CacheUse(miss="disabled")
-        else:
+        if not requests[0].options.cache.use:
+            for request in requests:
+                request.cache_use = CacheUse(miss="disabled")
+            return
+        origin, prompt = Origin(requests[0].start_from), as_tokens(requests[0].tokens)
+        for request in requests:
             request.cache_use = CacheUse(miss="short")
-            request.origin, request.prompt = Origin(request.start_from), as_tokens(request.tokens)
+            request.origin, request.prompt = origin, prompt
 
     def parks(self, request: Request, running: Iterable[Request]) -> bool:
         """A slot is free for this request. Find what it goes on from and plan its marks; True where it should rather wait
@@ -123,7 +126,8 @@ class Reuse:
         ready = [one for one in waiting if one.waits_for == count and one.is_held]
         for one in ready:
             one.resume, one.last_mark = prefix, prefix.count
-            one.cache_use = CacheUse(prefix.count, "shared", "")
+            # samples share one prompt: what was read of it was read for all of them
+            one.cache_use = request.cache_use if one in request.followers else CacheUse(prefix.count, "shared", "")
         request.parked = [one for one in request.parked if one not in ready]
         request.followers = [one for one in request.followers if one not in ready]
         return ready

@@ -29,8 +29,8 @@ class Adjustments:
         self._ids = np.zeros(most, dtype=np.int64)
         self._ids[: len(ids)] = ids
         self._biases = np.zeros(most, dtype=np.float64)
-        for token, bias in params.logit_bias.items():
-            self._biases[np.searchsorted(ids, token)] = -np.inf if bias == -MAX_BIAS else bias
+        biases = np.fromiter(params.logit_bias.values(), dtype=np.float64)
+        self._biases[np.searchsorted(ids, biased)] = np.where(biases == -MAX_BIAS, -np.inf, biases)
         self._is_seen = np.zeros(most, dtype=np.bool_)
         self._is_seen[np.searchsorted(ids, seen)] = True
         self._counts = np.zeros(most, dtype=np.int64)

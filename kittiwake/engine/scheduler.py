@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -40,7 +40,7 @@ class Request:
     id: int
     answer: Answer
     tokens: list[int]
-    """Prompt and drawn tokens, those that its slot has eaten or will eat."""
+    """Prompt and drawn tokens, those that its slot has eaten or will eat. Its own once it has a slot."""
     fed: int
     """How many of ``tokens`` the slot has eaten."""
     keep_state: bool
@@ -131,14 +131,16 @@ class Plan:
 
     def batch(self) -> Batch:
         """The packed rows; only a request that eats its last due token, or comes to a mark, wants logits."""
-        packed = Batch.pack(
-            [
-                (request.slot, [DRAWN] if request.pending else request.tokens[request.fed : request.fed + count])
-                for request, count in self.parts
-            ],
-            [[count - 1] if count == request.due_to_mark else [] for request, count in self.parts],
-        )
-        return replace(packed, ahead=self.ahead) if self.ahead else packed
+        flat: list[int] = []
+        starts, want = [0], []
+        for request, count in self.parts:
+            flat += (DRAWN,) if request.pending else request.tokens[request.fed : request.fed + count]
+            if count == request.due_to_mark:
+                want.append(len(flat) - 1)
+            starts.append(len(flat))
+        slots = [request.slot for request, _ in self.parts]
+        token_ids, firsts, places, wanted = (np.array(one, dtype=np.int64) for one in (flat, starts, slots, want))
+        return Batch(token_ids, firsts, places, wanted, self.ahead)
 
     @property
     def complete(self) -> list[Request]:
@@ -221,6 +223,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         """Bring the slot to where the request goes on from."""
+        request.tokens = list(request.tokens)  # samples share a prompt until they draw
         if request.resume is not None:
             self._states.restore(request.slot, request.resume.saved)
             request.fed, request.logits = request.resume.count, request.resume.logits
@@ -232,8 +235,13 @@ class Scheduler:
     def plan(self) -> Plan:
         """Share out at most ``max_rows`` rows. Those for whom none is left stand first in line at the next step."""
         self._step += 1
-        prompts = [request for request in self.running if request.due > 1]
-        decoding = [request for request in self.running if request.due == 1]
+        prompts: list[Request] = []
+        decoding: list[Request] = []
+        for request in self.running:
+            if (due := request.due) > 0:
+                (decoding if due == 1 else prompts).append(request)
+        if not prompts and not self._left_out and len(decoding) <= self._max_rows:  # nearly always
+            return Plan([(request, 1) for request in decoding])
         left = most = self._max_chunk if len(prompts) == 1 and not decoding else self._max_rows
         # a prompt alone is read as fast as it can be; one beside others must not hold them up
         prefill_left = self._chunk if decoding else most

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from kittiwake.engine.saved_pages import PagedParts, SavedPage
 from kittiwake.errors import PagesError, StateError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
+    from kittiwake.engine.device_steps import DrawableModel
     from kittiwake.families.contract import Model
 
 NO_PAGE = -1
@@ -454,12 +457,12 @@ def growing_budget(spec: StateSpec, slots: int, wanted_bytes: int, free_bytes: i
     return max(spec.page_bytes, min(free // 2, most))
 
 
-def _free_on_card() -> int:
+def _free_on_card(place: torch.device) -> int:
     """Bytes of the card that nobody uses, those among them that torch keeps from tables of before."""
     import torch
 
     torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
+    return int(torch.cuda.mem_get_info(place)[0])
 
 
 def new_states(model: Model, slots: int, growing_bytes: int = -1) -> StateTable:
@@ -488,12 +491,11 @@ def new_states(model: Model, slots: int, growing_bytes: int = -1) -> StateTable:
                 f"the system refuses {budget:,} bytes for what grows and {slots} slots of {spec.slot_bytes:,}",
                 "give growing_bytes less, or take fewer slots",
             ) from None
-    import torch
-
     from kittiwake.engine.cuda_states import CudaStateTable
 
-    each, free = spec.slot_bytes, _free_on_card() if spec.growing else 0
+    place = cast("DrawableModel", model).place
+    each, free = spec.slot_bytes, _free_on_card(place) if spec.growing else 0
     budget = growing_budget(spec, slots, growing_bytes, free)
     what = f"{slots} slots of {each:,} bytes each" + (f" and {budget:,} bytes of pages" if budget else "")
     with device_memory_for(f"{what} beside the model", "take fewer slots"):
-        return CudaStateTable(spec, slots, torch.device(model.device), budget // max(1, spec.page_bytes))
+        return CudaStateTable(spec, slots, place, budget // max(1, spec.page_bytes))

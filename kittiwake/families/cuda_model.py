@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from kittiwake.checkpoints.reader import TensorSource
+from kittiwake.device import captured, on_its_card
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.cuda_states import CudaStateTable
+from kittiwake.engine.cuda_states import CudaStateTable, sent
 from kittiwake.engine.states import StateSpec, StateTable
 from kittiwake.errors import ModelError
 from kittiwake.families.canonical import check_finite
@@ -32,8 +33,9 @@ from kittiwake.families.cuda_rows import (
     own_shape,
     shape_of,
 )
-from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.ops.shift_mix.triton import Added, embed_rows, norm_rows
 from kittiwake.progress import Progress
 
@@ -51,14 +53,23 @@ Copies = Callable[[int, torch.Tensor, Addend | None], None]
 def check_weights(name: str, tensor: torch.Tensor, element: torch.dtype) -> None:
     """Raise ModelError for weights that are not finite, or that the element type cannot hold."""
     check_finite(name, tensor)
-    if element == torch.float16 and float(tensor.abs().max()) > 65504:
+    if element == torch.float16 and max(abs(float(end)) for end in torch.aminmax(tensor)) > 65504:
         raise ModelError(f"{name} holds values beyond 65504, which fp16 cannot hold", "load it with dtype bf16 or fp32")
 
 
 class CudaModel(ABC):
     """A recurrent model on one CUDA device: float32 residual stream and states, products in ``dtype``."""
 
-    def __init__(self, config: ModelConfig, state_spec: StateSpec, dtype: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        state_spec: StateSpec,
+        dtype: str,
+        *,
+        place: torch.device | None = None,
+    ) -> None:
+        """``place`` is the card in use; the CPU, where kernels are interpreted or emulated, serves to check launches
+        without one: there are no graphs there, and no picks but the default."""
         self.config, self.state_spec = config, state_spec
         width, vocab, eps = config.width, config.vocab_size, float(config.extra["norm_eps"])
         self.device = "cuda"
@@ -68,10 +79,11 @@ class CudaModel(ABC):
         self.width, self.vocab, self.eps = width, vocab, eps
         self.output_eps = eps
         """Epsilon of the norm before the head."""
-        self.place = torch.device("cuda", torch.cuda.current_device())
-        memory = torch.cuda.get_device_properties(self.place).total_memory
+        self.place = place or torch.device("cuda", torch.cuda.current_device())
+        self._is_on_card = self.place.type == "cuda"
+        memory = torch.cuda.get_device_properties(self.place).total_memory if self._is_on_card else 0
         self.most_rows = min(MOST_ROWS, max(DECODE_BUCKETS[-1], int(memory / 2**30 * 128) // 256 * 256))
-        self.overlap = torch.cuda.get_device_capability()[0] >= 9
+        self.overlap = can_overlap(self.place)
         self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)
         self.norms = {name: self.vector(2, width) for name in ("embedding_norm", "output_norm")}
         self.head = CudaGroup([CudaProduct("head.weight", width, vocab)], self.element, self.place)
@@ -115,6 +127,10 @@ class CudaModel(ABC):
         whole = self._rooms[name]
         return whole[:, :rows] if lead else whole[:rows]
 
+    def outputs(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """Room for the outputs of a group [rows, columns], which other products read: padded as they load them."""
+        return self.room(name, rows, padded_row(columns))[:, :columns]
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the rooms made so far."""
@@ -144,10 +160,13 @@ class CudaModel(ABC):
     def load_layer(self, name: str, tensor: torch.Tensor) -> None:
         """Take one canonical tensor of a layer."""
 
+    @on_its_card
     def warm_up(self, progress: Progress | None = None) -> None:
         """Prove, and where nothing is known of this card measure, what runs which product."""
         with self._lock:
-            pick_products([*self.groups, self.head], {self.head.key: torch.float32}, progress)
+            if self._is_on_card:
+                heads = {self.head.key: torch.float32}
+                pick_products([*self.groups, self.head], heads, progress, most_rows=self.most_rows)
 
     @abstractmethod
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
@@ -155,6 +174,7 @@ class CudaModel(ABC):
 
     # -- running
 
+    @on_its_card
     def forward(
         self, batch: Batch, states: StateTable, *, hidden: Mapping[int, np.ndarray] | None = None
     ) -> np.ndarray:
@@ -173,6 +193,7 @@ class CudaModel(ABC):
             states.positions[batch.slots] += np.diff(batch.starts)
         return out
 
+    @on_its_card
     def forward_on_device(self, batch: Batch, states: StateTable) -> torch.Tensor:
         """The same, enqueued: float32 logits [W, vocab] on the device, which the next call may overwrite."""
         with self._lock:
@@ -186,13 +207,14 @@ class CudaModel(ABC):
             for piece in pieces:
                 logits = self._run(piece, states)
                 if len(piece.want):
-                    out[torch.from_numpy(piece.places).to(self.place)] = logits[: len(piece.want)]
+                    out[sent(piece.places, self.place)] = logits[: len(piece.want)]
             return out
 
     def draw_rows(self, slots: int) -> int:
         """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
         return min(bucket(slots, DECODE_BUCKETS) or DECODE_BUCKETS[-1], MOST_WANTED)
 
+    @on_its_card
     def forward_to_draw(self, batch: Batch, states: CudaStateTable) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
         size = bucket(batch.rows, DECODE_BUCKETS) if batch.rows == len(batch.slots) == len(batch.want_rows) else None
@@ -209,7 +231,7 @@ class CudaModel(ABC):
     def _run(self, piece: Piece, states: StateTable) -> torch.Tensor:
         """One launch, by a graph where its shape has one. Logits [≥ W, vocab], wanted rows first and in order."""
         shape, may_keep = shape_of(piece, self.most_rows)
-        if not may_keep:
+        if not (may_keep and self._is_on_card):
             x, y = self._eager(piece, shape, states, None)
             logits = self._logits(x, y, self._buffer().views(shape))
         else:
@@ -217,7 +239,7 @@ class CudaModel(ABC):
             self._buffer().fill(piece, shape)
             graph.replay()
         if piece.is_decode and len(piece.want) != len(piece.token_ids) and len(piece.want):
-            return logits[torch.from_numpy(piece.want).to(self.place)]
+            return logits[sent(piece.want, self.place)]
         return logits
 
     def _eager(
@@ -227,7 +249,6 @@ class CudaModel(ABC):
         buffer.fill(piece, shape)
         return self._layers(buffer.views(shape), states, hidden)
 
-    @exact_products()
     def _layers(self, rows: Rows, states: StateTable, hidden: _Hidden | None) -> tuple[torch.Tensor, Addend]:
         assert isinstance(states, CudaStateTable)
         x = self.room("x0", rows.shape.rows, self.width, dtype=torch.float32)
@@ -235,7 +256,8 @@ class CudaModel(ABC):
         given = (rows.token_ids, rows.owners, rows.slots, states.drawn)
         # it waits for the whole step before: kernels behind it read states before the one in front of them has ended
         embed_rows(*given, self.embedding, norm, self.eps, x, overlap=False)
-        return self.trunk(x, rows, states, hidden)
+        with exact_products(self.place):
+            return self.trunk(x, rows, states, hidden)
 
     def _logits(self, x: torch.Tensor, y: Addend, rows: Rows) -> torch.Tensor:
         out = self.room("logits", rows.shape.wanted, self.vocab, dtype=torch.float32, most=MOST_WANTED)
@@ -243,17 +265,17 @@ class CudaModel(ABC):
             self._head(x, y, rows.want, out)
         return out
 
-    @exact_products()
     def _head(self, x: torch.Tensor, y: Addend, want: torch.Tensor, out: torch.Tensor) -> None:
         normed = self.room("normed", len(want), self.width, most=MOST_WANTED)
         norm_rows(x, y, want, self.norms["output_norm"], self.output_eps, normed, overlap=self.overlap)
-        self.head(normed, out, overlap=self.overlap)
+        with exact_products(self.place):
+            self.head(normed, out, overlap=self.overlap)
 
     def _each_logits(self, x: torch.Tensor, y: Addend, piece: Piece, out: np.ndarray) -> None:
         """Logits of any number of wanted rows, MOST_WANTED at a time, into host memory."""
         for first in range(0, len(piece.want), MOST_WANTED):
             some = piece.want[first : first + MOST_WANTED]
-            want = torch.from_numpy(some.astype(np.int32)).to(self.place)
+            want = sent(some.astype(np.int32), self.place)
             logits = torch.empty((len(some), self.vocab), dtype=torch.float32, device=self.place)
             self._head(x, y, want, logits)
             out[piece.places[first : first + MOST_WANTED]] = logits.cpu().numpy()
@@ -282,16 +304,14 @@ class CudaModel(ABC):
             x, y = self._layers(rows, states, None)
             return self._logits(x, y, rows)
 
-        launch()  # compiles what is not compiled yet, and lets the libraries make their handles
+        logits = launch()  # compiles what is not compiled yet, and lets the libraries make their handles
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         assert isinstance(states, CudaStateTable)
         if states.pool is None:
             states.pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=states.pool):
-            logits = launch()
-        return graph, logits
+        return captured(launch, states.pool), logits
 
+    @on_its_card
     def capture_decoding(self, states: StateTable) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         sizes = [size for size in DECODE_BUCKETS if size < states.slots]

@@ -45,9 +45,11 @@ class _Layer(GatedCudaLayer):
 class Rwkv4Cuda(GatedCuda[_Layer]):
     """An RWKV-4 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
         self._sizes = sizes
-        super().__init__(config, spec, dtype)
+        super().__init__(config, spec, dtype, place=place)
         self.output_eps = self.eps_at(sizes.layers)
         self._wkv = kernels(self.element)
 
@@ -79,7 +81,7 @@ class Rwkv4Cuda(GatedCuda[_Layer]):
         count, width = rows.shape.rows, self.width
         mixed = self.room("mixed", count, width, lead=len(TIME_SHIFTS))
         shift(layer.time_shifts, mixed)
-        projected = self.room("projected", count, layer.projections.columns)
+        projected = self.outputs("projected", count, layer.projections.columns)
         layer.projections(mixed, projected, overlap=self.overlap)
         sums = (states.part("num")[index], states.part("den")[index], states.part("top")[index])
         given = (projected, layer.head_vectors, sums)

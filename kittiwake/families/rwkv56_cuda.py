@@ -38,8 +38,16 @@ class MatrixCudaLayer(GatedCudaLayer):
 class MatrixCuda(GatedCuda[MatrixCudaLayer]):
     """An RWKV-5 or RWKV-6 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, state_spec: StateSpec, dtype: str, kind: Kind) -> None:
-        super().__init__(config, state_spec, dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        state_spec: StateSpec,
+        dtype: str,
+        kind: Kind,
+        *,
+        place: torch.device | None = None,
+    ) -> None:
+        super().__init__(config, state_spec, dtype, place=place)
         self._heads = int(config.extra["heads"])
         self._group_eps = float(config.extra["group_norm_eps"])
         self._wkv = kernels(config.width // self._heads, self.element, kind)

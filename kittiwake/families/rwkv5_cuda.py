@@ -38,9 +38,11 @@ class _Layer(MatrixCudaLayer):
 class Rwkv5Cuda(MatrixCuda):
     """An RWKV-5 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
         self._sizes = sizes
-        super().__init__(config, spec, dtype, Kind(False, sizes.is_gated))
+        super().__init__(config, spec, dtype, Kind(False, sizes.is_gated), place=place)
 
     def make_layer(self, index: int) -> _Layer:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""
@@ -60,6 +62,6 @@ class Rwkv5Cuda(MatrixCuda):
         count = rows.shape.rows
         mixed = self.room("mixed", count, self.width, lead=len(layer.time_mixes))
         shift(layer.time_mixes, mixed)
-        projected = self.room("projected", count, layer.projections.columns)
+        projected = self.outputs("projected", count, layer.projections.columns)
         layer.projections(mixed, projected, overlap=self.overlap)
         self.recur(layer, projected, self.wkv_state(states, index), rows, out)

@@ -44,9 +44,11 @@ class _Layer(MatrixCudaLayer):
 class Rwkv6Cuda(MatrixCuda):
     """An RWKV-6 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
         self._sizes = sizes
-        super().__init__(config, spec, dtype, Kind(True, True))
+        super().__init__(config, spec, dtype, Kind(True, True), place=place)
 
     def make_layer(self, index: int) -> _Layer:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""
@@ -63,7 +65,7 @@ class Rwkv6Cuda(MatrixCuda):
     ) -> None:
         """See :class:`kittiwake.families.rwkv_cuda.GatedCuda`."""
         assert isinstance(layer, _Layer)
-        projected = self.room("projected", rows.shape.rows, layer.projections.columns)
+        projected = self.outputs("projected", rows.shape.rows, layer.projections.columns)
         layer.projections(self._mixed(layer, shift, rows.shape.rows), projected, overlap=self.overlap)
         self.recur(layer, projected, self.wkv_state(states, index), rows, out)
 
@@ -72,9 +74,9 @@ class Rwkv6Cuda(MatrixCuda):
         z = self.room("z", count, self.width, lead=1)
         kept = self.room("kept", count, self.width, lead=2, dtype=torch.float32)
         shift(layer.mix_x, z, kept=kept)
-        down = self.room("mix_down", count, layer.mix_down.columns)
+        down = self.outputs("mix_down", count, layer.mix_down.columns)
         layer.mix_down(z[0], down, overlap=self.overlap)
-        low = self.room("mix_low", count, layer.mix_up.columns)
+        low = self.outputs("mix_low", count, layer.mix_up.columns)
         layer.mix_up(down, low, overlap=self.overlap)
         mixed = self.room("mixed", count, self.width, lead=len(MIXES))
         close_mix(kept, low, layer.time_mixes, mixed, overlap=self.overlap)

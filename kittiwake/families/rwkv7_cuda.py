@@ -81,8 +81,10 @@ class _Layer:
 class Rwkv7Cuda(CudaModel):
     """An RWKV-7 on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str) -> None:
-        super().__init__(config, spec, dtype)
+    def __init__(
+        self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
+    ) -> None:
+        super().__init__(config, spec, dtype, place=place)
         self._sizes = sizes
         self._group_eps = float(config.extra["group_norm_eps"])
         self._layer_list = [_Layer(index, sizes, self) for index in range(sizes.layers)]
@@ -118,8 +120,8 @@ class Rwkv7Cuda(CudaModel):
         v_first, out, y = (self.room(name, count, width) for name in ("v_first", "out", "y"))
         hidden_rows = self.room("hidden", count, sizes.ffn)
         projected_columns = max(layer.projections.columns for layer in self._layer_list)
-        projected_all = self.room("projected", count, projected_columns)
-        low_all = self.room("low", count, max(layer.low_rank.columns for layer in self._layer_list))
+        projected_all = self.outputs("projected", count, projected_columns)
+        low_all = self.outputs("low", count, max(layer.low_rank.columns for layer in self._layer_list))
         sequences = rows.shape.sequences
         # a bucket of sequences is less than twice as many as there are
         last = states.room("last", (2 * sizes.layers * 2 * max(states.slots, 1) * width,))

@@ -88,8 +88,15 @@ Layer = TypeVar("Layer", bound=GatedCudaLayer)
 class GatedCuda(CudaModel, Generic[Layer]):
     """An RWKV whose channel mix is gated, on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, state_spec: StateSpec, dtype: str) -> None:
-        super().__init__(config, state_spec, dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        state_spec: StateSpec,
+        dtype: str,
+        *,
+        place: torch.device | None = None,
+    ) -> None:
+        super().__init__(config, state_spec, dtype, place=place)
         self._layer_list = [self.make_layer(index) for index in range(config.layers)]
         self._by_name = {product.name: group for group in self.groups for product in group.products}
         self._ffn = int(config.extra["ffn"])
@@ -139,8 +146,7 @@ class GatedCuda(CudaModel, Generic[Layer]):
         count, width, layers = rows.shape.rows, self.width, len(self._layer_list)
         out = self.room("out", count, self.inner)
         att, y = self.room("att", count, width), self.room("y", count, width)
-        columns = self._ffn + width
-        inner = self.room("hidden", count, -(-columns // 8) * 8)[:, :columns]  # rows begin at multiples of 16 bytes
+        inner = self.outputs("hidden", count, self._ffn + width)
         mixed = self.room("mixed_ffn", count, width, lead=2)
         sequences = rows.shape.sequences
         # a bucket of sequences is less than twice as many as there are

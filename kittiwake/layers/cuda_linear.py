@@ -13,18 +13,36 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from kittiwake.errors import DeviceError
 from kittiwake.ops.matmul import triton as tiles
-from kittiwake.ops.matmul.cuda import ACTIVATIONS, Narrow, activate, narrow_product
+from kittiwake.ops.matmul.cuda import ACTIVATIONS, ROW_CLASSES, Narrow, activate, narrow_product
 from kittiwake.ops.matmul.float32 import Plain, float32_product
 from kittiwake.ops.matmul.triton import TILE, Config, rows_kernel
 from kittiwake.ops.triton_launch import launch_options
 
 DEPTH_PADDING = 16
 """Rows of weights begin at multiples of so many elements."""
-CANNOT_RUN = (RuntimeError, DeviceError, triton.runtime.errors.OutOfResources)
-"""What a launch raises that asks for more than this card has, of shared memory say."""
+ROW_PADDING = 16
+"""Rows of inputs and of grouped outputs begin at multiples of so many elements.
+
+Of 16 bytes or more, as kernels load them; and Triton makes one kernel for strides that are multiples of 16 and a slower
+one for the rest, so that a trial at load runs what is served.
+"""
+CANNOT_RUN = (RuntimeError, DeviceError, OutOfResources, PTXASError)
+"""What a launch raises that asks for more than this card has, of shared memory say; running out of memory is no such thing."""
+
+
+def padded_row(columns: int) -> int:
+    """Elements from the beginning of a row of so many to that of the next."""
+    return -(-columns // ROW_PADDING) * ROW_PADDING
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits: a zero has a sign, and what is not a number is like its like."""
+    kind = torch.int32 if found.dtype.itemsize == 4 else torch.int16
+    return bool(torch.equal(found.view(kind), expected.view(kind)))
 
 
 @dataclass(frozen=True)
@@ -175,6 +193,21 @@ class CudaGroup:
         assert isinstance(choice.layout, Config)
         return choice.layout.bn <= self.align
 
+    def kernel_of(self, choice: Choice, x: torch.Tensor, out: torch.Tensor) -> tuple[object, ...]:
+        """What a launch by a choice is compiled for, the choice itself left out: launches alike in it share a kernel."""
+        if choice.kind != "tile":
+            size = next((most for most in ROW_CLASSES if out.shape[0] <= most), ROW_CLASSES[-1])
+            return (self.dtype, out.dtype, size)
+        assert isinstance(choice.layout, Config)
+        strides = (x.stride(-2), x.stride(0) if x.dim() == 3 else 0, out.stride(0))
+        return (
+            *(self.dtype, out.dtype, min(choice.layout.bn, self.align), self._aligned, self._is_even(choice.layout, 1)),
+            *((stride == 1, stride % 16 == 0) for stride in strides),
+        )
+
+    def _is_even(self, config: Config, parts: int) -> bool:
+        return all(product.depth // parts % config.bk == 0 for product in self.products)
+
     def run(self, choice: Choice, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
         """The same by a choice."""
         if choice.kind == "narrow":
@@ -217,7 +250,7 @@ class CudaGroup:
             BM=config.bm,
             BN=bn,
             BK=config.bk,
-            EVEN=all(product.depth // parts % config.bk == 0 for product in self.products),
+            EVEN=self._is_even(config, parts),
             ALIGN=self._aligned,
             PADDED=DEPTH_PADDING,
             PRECISION="ieee",
@@ -237,11 +270,17 @@ class CudaGroup:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K, no TF32; as they were afterwards."""
+def exact_products(place: torch.device | None = None) -> Iterator[None]:
+    """The library's flags under which its rows keep their bits: cuBLASLt, no split-K; as they were afterwards.
+
+    TF32 is no matter: no product in float32 is the library's. ``place``: where launches go; the CPU has no such flags.
+    """
+    if place is not None and place.type != "cuda":
+        yield
+        return
     flags = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
-    before = {name: getattr(flags, name) for name in ("allow_tf32", "allow_fp16_accumulation")}
+    before = {"allow_fp16_accumulation": flags.allow_fp16_accumulation}
     reductions = {}
     for kind in ("fp16", "bf16"):
         name = f"allow_{kind}_reduced_precision_reduction"

@@ -1,7 +1,8 @@
 """Which implementation of a product serves which row count on this card: tuned once, proved at every load.
 
 A pick is used only where its rows have the bits of the in-order kernel on random data, at row counts on both sides of
-every border. What is shipped for a card, or was found by an earlier load, is proved again; what fails is replaced.
+every border and at the most rows of a launch. What is shipped for a card, or was found by an earlier load, is proved
+again; what fails is replaced.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 import triton
 
-from kittiwake.device import cache_dir, usable_cores
+from kittiwake.device import cache_dir, captured, usable_cores
 from kittiwake.layers.cuda_linear import (
     CANNOT_RUN,
     ROW_LIMITS,
@@ -29,10 +31,13 @@ from kittiwake.layers.cuda_linear import (
     Picks,
     default_tile,
     exact_products,
+    padded_row,
+    same_bits,
 )
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.progress import Progress
 
 _PROVED_AT = {
@@ -69,28 +74,40 @@ _PLAIN = {
 
 
 def pick_products(
-    groups: Sequence[CudaGroup], out_dtypes: Mapping[str, torch.dtype], progress: Progress | None = None
+    groups: Sequence[CudaGroup],
+    out_dtypes: Mapping[str, torch.dtype],
+    progress: Progress | None = None,
+    *,
+    most_rows: int = _MOST_ROWS,
 ) -> None:
-    """Set the picks of every group; ``out_dtypes`` names those whose outputs have another type than their weights."""
+    """Set the picks of every group; ``out_dtypes`` names those whose outputs have another type than their weights.
+
+    ``most_rows``: the most that a launch of the others has.
+    """
     by_key: dict[str, list[CudaGroup]] = {}
     for group in groups:
         by_key.setdefault(group.key, []).append(group)
     element = groups[0].dtype
     known = _shipped(element) | _found(element)
     news: dict[str, tuple[Choice, ...]] = {}
+    planned: list[tuple[list[CudaGroup], Picks, torch.dtype]] = []
+    tell: Progress = progress if progress is not None else lambda what, done, total: None
     with exact_products():
         for done, (key, same) in enumerate(by_key.items()):
             out_dtype = out_dtypes.get(key, element)
             if key in known:
                 picks = Picks(known[key], "measured on this kind of card")
             else:
+                tell("measuring products", done, len(by_key))
                 picks = _tune(same, out_dtype)
                 news[key] = picks.choices
-            picks = _proved(same[0], picks, out_dtype)
+            planned.append((same, picks, out_dtype))
+        _compile(_first_launches((same[0], picks, out_dtype) for same, picks, out_dtype in planned))
+        for done, (same, picks, out_dtype) in enumerate(planned):
+            picks = _proved(same[0], picks, out_dtype, _MOST_ROWS if same[0].key in out_dtypes else most_rows)
             for group in same:
                 group.picks = picks
-            if progress is not None:
-                progress("proving products", done + 1, len(by_key))
+            tell("proving products", done + 1, len(planned))
     if news:
         _keep(element, news)
 
@@ -98,16 +115,16 @@ def pick_products(
 # -- proof
 
 
-def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype) -> Picks:
+def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: int = _MOST_ROWS) -> Picks:
     """The picks, with every choice that gives other bits than the in-order kernel replaced by it."""
-    given, expected = _trial(group, out_dtype)
+    given, expected = _trial(group, out_dtype, max(most_rows, _MOST_ROWS))
+    above = (*_PROVED_ABOVE, most_rows) if most_rows > _MOST_ROWS else _PROVED_ABOVE
     is_grouped = len(group.products) > 1
-    group.run(
-        Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped)), given, expected, overlap=False
-    )
+    law = Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped))
+    group.run(law, given, expected, overlap=can_overlap(group.weight.device))
     choices, replaced = [], []
     for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
-        counts = _PROVED_AT.get(most, _PROVED_ABOVE)
+        counts = _PROVED_AT.get(most, above)
         if not group.can_run(choice, out_dtype) or not all(
             _agrees(group, choice, given, expected, rows) for rows in counts
         ):
@@ -122,17 +139,22 @@ def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> 
     inputs = 1 + max(product.input for product in group.products)
     columns = max(product.input_column + product.depth for product in group.products)
     generator = torch.Generator(group.weight.device).manual_seed(rows)
-    columns = -(-columns // 8) * 8
-    given = torch.randn((inputs, rows, columns), generator=generator, device=group.weight.device).to(group.dtype)
-    out = torch.full((rows, group.columns), torch.nan, dtype=out_dtype, device=group.weight.device)
+    kind: dict[str, Any] = {"dtype": group.dtype, "device": group.weight.device}
+    given = torch.randn((inputs, rows, padded_row(columns)), generator=generator, **kind)
+    # rows as they are served: how they are aligned can decide what the library runs
+    out = torch.full((rows, padded_row(group.columns)), torch.nan, **kind | {"dtype": out_dtype})[:, : group.columns]
     return given if inputs > 1 else given[0], out
 
 
 def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int) -> bool:
-    out = torch.full_like(expected[:rows], torch.nan)
+    """Whether a choice has these bits, launched as a model does: no kernel is compiled for the proof alone."""
+    out = torch.empty_strided((rows, group.columns), expected.stride(), dtype=expected.dtype, device=expected.device)
+    out.fill_(torch.nan)
     try:
-        group.run(choice, given[..., :rows, :], out, overlap=False)
-        return bool(torch.equal(out, expected[:rows]))
+        group.run(choice, given[..., :rows, :], out, overlap=can_overlap(group.weight.device))
+        return same_bits(out, expected[:rows])
+    except torch.OutOfMemoryError:
+        raise
     except CANNOT_RUN:
         return False
 
@@ -149,26 +171,44 @@ def _tune(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
         given, out = _trial(group, out_dtype, rows)
         timed = []
         candidates = list(_candidates(group, most, out_dtype))
-        _compile(group, candidates, given, out)
+        _compile(partial(_run_once, group, choice, given, out) for choice in candidates)
         for choice in candidates:
             try:
                 timed.append((_time_us(some, choice, given, out), str(choice), choice))
+            except torch.OutOfMemoryError:
+                raise
             except CANNOT_RUN:
                 continue
         choices.append(min(timed)[2])
     return Picks(tuple(choices), "measured on this card")
 
 
-def _compile(group: CudaGroup, candidates: Sequence[Choice], given: torch.Tensor, out: torch.Tensor) -> None:
-    """Compile what is not compiled yet, side by side: nearly all of the time a new card takes."""
-
-    def try_once(choice: Choice) -> None:
-        with torch.cuda.device(group.weight.device), suppress(*CANNOT_RUN):
-            group.run(choice, given, out, overlap=True)
-
+def _compile(launches: Iterable[Callable[[], None]]) -> None:
+    """Launch once what may not be compiled yet, side by side: nearly all of the time a new card takes."""
     with ThreadPoolExecutor(min(16, usable_cores())) as pool:
-        list(pool.map(try_once, candidates))
+        list(pool.map(lambda launch: launch(), launches))
     torch.cuda.synchronize()
+
+
+def _run_once(group: CudaGroup, choice: Choice, given: torch.Tensor, out: torch.Tensor) -> None:
+    device = group.weight.device
+    with torch.cuda.device(device), suppress(*CANNOT_RUN):
+        group.run(choice, given, out, overlap=can_overlap(device))
+
+
+def _first_launches(planned: Iterable[tuple[CudaGroup, Picks, torch.dtype]]) -> Iterable[Callable[[], None]]:
+    """A launch of few rows for every kernel that proofs of these picks need."""
+    seen = set()
+    for group, picks, out_dtype in planned:
+        law = Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, len(group.products) > 1))
+        for most, choice in [(1, law), *zip(ROW_LIMITS, picks.choices, strict=True)]:
+            if choice.kind == "library" or not group.can_run(choice, out_dtype):
+                continue
+            given, out = _trial(group, out_dtype, min(_PROVED_AT.get(most, _PROVED_ABOVE)))
+            kernel = (choice, group.kernel_of(choice, given, out))
+            if kernel not in seen:
+                seen.add(kernel)
+                yield partial(_run_once, group, choice, given, out)
 
 
 def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
@@ -194,13 +234,11 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
 
     def chain() -> None:
         for group in groups:
-            group.run(choice, given, out, overlap=True)
+            group.run(choice, given, out, overlap=can_overlap(group.weight.device))
 
     chain()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    graph = captured(chain)
     times = []
     for _ in range(7):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

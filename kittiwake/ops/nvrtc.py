@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -70,8 +71,20 @@ def _compiled(source: str, defines: tuple[str, ...], arch: str) -> bytes:
     return code
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A function on one device."""
+
+    context: Any
+    code: bytes
+    """The driver may read it until the module is gone."""
+    module: Any
+    function: Any
+    can_overlap: bool
+
+
 class CudaKernel:
-    """One function of a compiled module, for the current CUDA device.
+    """One function of a compiled source, for whichever CUDA device is current; loaded for the present one at once.
 
     ``feature`` is "a" for source with instructions that only this one architecture has.
     """
@@ -79,20 +92,26 @@ class CudaKernel:
     def __init__(
         self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0, feature: str = ""
     ) -> None:
-        major, minor = torch.cuda.get_device_capability()
-        code = _compiled(source, tuple(defines), f"sm_{major}{minor}{feature}")
-        torch.zeros(1, device="cuda")  # makes the context that the module is loaded into, current in this thread
-        driver = _bindings().driver
-        self._context = _check(driver.cuCtxGetCurrent())
-        self._driver = driver
-        self._code = code  # the driver may read it until the module is gone
-        self._module = _check(driver.cuModuleLoadData(code))
-        self._function = _check(driver.cuModuleGetFunction(self._module, name.encode()))
+        self._source, self._name, self._defines, self._feature = source, name, tuple(defines), feature
         self._shared_bytes = shared_bytes
-        if shared_bytes > 48 * 1024:
+        self._driver = _bindings().driver
+        self._by_device: dict[int, _Loaded] = {}
+        self._load(torch.cuda.current_device())
+
+    def _load(self, device: int) -> _Loaded:
+        """The function on the current device, from now on ready."""
+        driver = self._driver
+        major, minor = torch.cuda.get_device_capability(device)
+        code = _compiled(self._source, self._defines, f"sm_{major}{minor}{self._feature}")
+        torch.zeros(1, device="cuda")  # makes the context that the module is loaded into, current in this thread
+        context = _check(driver.cuCtxGetCurrent())
+        module = _check(driver.cuModuleLoadData(code))
+        function = _check(driver.cuModuleGetFunction(module, self._name.encode()))
+        if self._shared_bytes:  # beside what the kernel has of its own, even less than 48 KiB may need to be asked for
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
-        self._overlapping = major >= 9
+            _check(driver.cuFuncSetAttribute(function, attribute, self._shared_bytes))
+        loaded = self._by_device[device] = _Loaded(context, code, module, function, major >= 9)
+        return loaded
 
     def __call__(
         self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any], *, overlap: bool = False
@@ -101,16 +120,17 @@ class CudaKernel:
 
         ``overlap`` lets the kernel begin before the one in front of it has ended (it must wait inside for what it reads).
         """
-        driver = self._driver
-        if getattr(_current, "context", None) is not self._context:
-            _check(driver.cuCtxSetCurrent(self._context))  # a thread that torch has not used yet has none
-            _current.context = self._context
+        driver, device = self._driver, torch.cuda.current_device()
+        loaded = self._by_device.get(device) or self._load(device)
+        if getattr(_current, "device", None) != device:
+            _check(driver.cuCtxSetCurrent(loaded.context))  # a thread that torch has not used yet has none
+            _current.device = device
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
-        if overlap and self._overlapping:
+        if overlap and loaded.can_overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
@@ -124,7 +144,12 @@ class CudaKernel:
             else:
                 values.append(argument)
                 kinds.append(ctypes.c_int if isinstance(argument, int) else ctypes.c_float)
-        _check(driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(kinds)), 0))
+        _check(driver.cuLaunchKernelEx(config, loaded.function, (tuple(values), tuple(kinds)), 0))
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch on this device may begin before the one in front of it has ended, see :meth:`CudaKernel.__call__`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def shared_memory_limit() -> int:

@@ -49,7 +49,7 @@ class ApiError(Exception):
                 headers["retry-after"] = str(max(1, math.ceil(error.failure.retry_after_s)))
             elif status == 429:
                 headers["retry-after"] = "1"
-        first = error.message.partition(" ")[0]
+        first = error.message.removeprefix("the ").partition(" ")[0]
         param = first if status < 500 and first.partition(".")[0] in _FIELDS else None
         return cls(status, str(error), param=param, code=code, headers=headers)
 

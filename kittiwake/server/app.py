@@ -37,7 +37,13 @@ _EXPOSED = ["x-request-id", "x-seed", "retry-after"]
 def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     """An application over one engine. It owns neither: whoever made the client closes it."""
     app = FastAPI(
-        title="kittiwake", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None, openapi_url=None
+        title="kittiwake",
+        version=__version__,
+        description=_ABOUT,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # the address to go to would be made of what the client says the host is
     )
     service = Service(client, config)
     routes: list[Route] = []

@@ -22,6 +22,7 @@ BODIES_AT_ONCE = 16
 """So many of the largest bodies may be in memory while they are read."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_UNSUPPORTED = ("extra_forbidden", "none_required")
 _SHAPES = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "must be a text or a list of texts",
@@ -150,13 +151,13 @@ def _as_api_error(error: ValidationError, value: Mapping[str, Any]) -> ApiError:
     path, first = max(
         found,
         key=lambda item: (
-            item[1]["type"] == "extra_forbidden",
+            item[1]["type"] in _UNSUPPORTED,
             item[0].startswith(found[0][0]),
             len(item[0]),
             not item[1]["type"].endswith("_type"),
         ),
     )
-    if first["type"] == "extra_forbidden":
+    if first["type"] in _UNSUPPORTED:
         return ApiError(400, f"{path} is not a field that is supported here", param=path, code="unsupported_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{path} is missing", param=path, code="missing_required_parameter")

@@ -7,6 +7,7 @@ of a body, may take; the time a client may take nothing of what is sent to it; a
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from typing import Any
@@ -18,10 +19,15 @@ from kittiwake.config import ServerConfig
 
 logger = logging.getLogger("kittiwake.connections")
 
-_LATE = (
-    b'{"error":{"message":"the request was not complete in time",'
-    b'"type":"invalid_request_error","param":null,"code":"timeout"}}'
-)
+
+def _error(message: str, code: str) -> bytes:
+    """What is told where no endpoint is reached, in the shape of all errors."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+
+_NOT_HTTP = _error("this is not HTTP, or its head is too large", "invalid_http")
+_LATE = _error("the request was not complete in time", "timeout")
 _LATE_REPLY = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%s" % (len(_LATE), _LATE)
@@ -39,6 +45,7 @@ class LimitedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or close it at once when there are too many."""
@@ -56,10 +63,11 @@ class LimitedProtocol(H11Protocol):
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Feed what came; while a request is incomplete, its next part has to come in time."""
+    def handle_events(self) -> None:
+        """Take what came, now or while another request was answered; while a request is incomplete, its next part has to
+        come in time."""
         had_head = self.cycle is not None and not self.cycle.response_complete
-        super().data_received(data)
+        super().handle_events()
         if self._is_complete:
             _cancel(self._request_timer)
             self._request_timer = None
@@ -70,8 +78,21 @@ class LimitedProtocol(H11Protocol):
     def _is_complete(self) -> bool:
         """Whether the client owes us nothing: its request is here whole, or none has begun since the last answer."""
         if self.conn.their_state is h11.IDLE:
-            return self.timeout_keep_alive_task is not None
+            return self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
         return self.conn.their_state is not h11.SEND_BODY
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, where no answer has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            head = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(_NOT_HTTP))),
+                ("connection", "close"),
+            ]
+            reply = h11.Response(status_code=400, headers=head, reason=b"Bad Request")
+            for event in (reply, h11.Data(data=_NOT_HTTP), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def _watch_request(self) -> None:
         _cancel(self._request_timer)
@@ -93,7 +114,11 @@ class LimitedProtocol(H11Protocol):
         """The client does not take what is sent: it gets some time to."""
         super().pause_writing()
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.write_timeout_s, self._writing_is_stuck)
+            self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._writing_is_late)
 
     def resume_writing(self) -> None:
         """It reads again."""
@@ -101,8 +126,13 @@ class LimitedProtocol(H11Protocol):
         _cancel(self._write_timer)
         self._write_timer = None
 
-    def _writing_is_stuck(self) -> None:
+    def _writing_is_late(self) -> None:
         self._write_timer = None
+        if (
+            self.transport.get_write_buffer_size() < self._unsent_bytes
+        ):  # it reads, if slowly: a long answer takes longer
+            self._watch_writing()
+            return
         logger.warning("a client that does not read was dropped", extra={"client": self.client and self.client[0]})
         self.transport.abort()  # not close(): that would wait for it to read
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from kittiwake.engine import named_states
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.named_states import NamedStates
 from kittiwake.engine.request import CacheHints, Delta, KeptState, RequestOptions, TokenLogprob
-from kittiwake.engine.scoring import Given, Scored, Steps, prefill_steps, score_steps
+from kittiwake.engine.scoring import SCORE_ROWS, Given, Scored, Steps, prefill_steps, score_steps
 from kittiwake.errors import (
     DeadlineError,
     KittiwakeError,
@@ -66,8 +66,7 @@ def failure_of(error: KittiwakeError) -> Failure:
     return replace(Failure.of(error), code=code, retry_after_s=getattr(error, "retry_after_s", None))
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(NamedTuple):
     """Which call of which worker something belongs to."""
 
     worker: bytes
@@ -108,7 +107,9 @@ class EngineHost:
         self._samples: dict[int, _Sample] = {}
         self._requests: dict[Caller, list[int]] = {}
         self._jobs: deque[_Job] = deque()
-        self._digests: dict[str, tuple[KeptState, str]] = {}
+        chunk = llm.config.prefill_chunk
+        self._job_rows = min(chunk, SCORE_ROWS) if chunk > 0 else SCORE_ROWS
+        """Most rows in a forward of a verb, which stands between two steps of those who decode."""
 
     @property
     def has_work(self) -> bool:
@@ -144,13 +145,18 @@ class EngineHost:
         for index, request in enumerate(requests):
             text: list[str] | None = [] if self._log_prompts else None
             self._samples[request] = _Sample(caller, index, submission.keep_as, now_s, submission.request_id, text)
-        self._log_prompt(submission)
         self._requests[caller] = requests
+        self._log_prompt(submission)
 
     def _log_prompt(self, submission: Submission) -> None:
-        if self._log_prompts:
-            prompt = self._llm.decode(submission.prompt_ids)
-            logger.info("prompt", extra={"request_id": submission.request_id, "prompt": prompt})
+        if not self._log_prompts:
+            return
+        told: dict[str, object] = {"request_id": submission.request_id}
+        try:
+            told["prompt"] = self._llm.decode(submission.prompt_ids)
+        except KittiwakeError:  # ids of rows that the model has and its tokenizer does not
+            told["prompt_ids"] = submission.prompt_ids
+        logger.info("prompt", extra=told)
 
     def cancel(self, caller: Caller) -> None:
         """End what a call began; nothing is said of it any more."""
@@ -234,10 +240,7 @@ class EngineHost:
         if delta.error is not None:
             failure = failure_of(delta.error)
         elif sample.keep_as is not None and delta.state is not None:
-            try:
-                self._states.save(sample.keep_as, delta.state, replace=True)
-            except KittiwakeError as error:
-                reason, failure = "error", failure_of(error)
+            reason, failure = self._keep(sample.keep_as, delta.state, reason)
         cache = delta.cache
         timings = delta.timings
         return AnswerEnd(
@@ -249,6 +252,17 @@ class EngineHost:
             cache="" if cache is None else cache.miss or "hit",
             failure=failure,
         )
+
+    def _keep(self, name: str, state: KeptState, reason: str) -> tuple[str, Failure | None]:
+        """Keep the state after an answer; how that ends, and why not as it did."""
+        try:
+            self._states.save(name, state, replace=True)
+        except KittiwakeError as error:
+            return "error", failure_of(error)
+        except Exception:  # the others' answers go on
+            logger.exception("a state could not be kept")
+            return "error", FAULT
+        return reason, None
 
     def answer(self, caller: Caller, verb: wire.Verb) -> wire.Notice | None:
         """Do a verb, or begin one that takes several forwards: then there is no answer yet."""
@@ -287,6 +301,9 @@ class EngineHost:
             self._jobs.append(make())
         except KittiwakeError as error:
             return wire.Refused(caller.call, failure_of(error))
+        except Exception:
+            logger.exception("a verb failed")
+            return wire.Refused(caller.call, FAULT)
         return None
 
     def _scoring(self, caller: Caller, verb: wire.Score) -> _Job:
@@ -295,7 +312,7 @@ class EngineHost:
         self.engine.check(ids, verb.submission.params, start)
         self._log_prompt(verb.submission)
         given = Given(np.asarray(ids, dtype=np.int64), start)
-        steps = score_steps(self._llm.loaded.model, [given], top=verb.top)
+        steps = score_steps(self._llm.loaded.model, [given], top=verb.top, max_rows=self._job_rows)
         return _Job(caller, self._scores(ids, steps), lambda scores: scores)
 
     def _scores(self, ids: tuple[int, ...], steps: Steps[list[Scored]]) -> Steps[PromptScores]:
@@ -324,7 +341,7 @@ class EngineHost:
         self.engine.check(ids, verb.submission.params, start)
         self._log_prompt(verb.submission)
         given = Given(np.asarray(ids, dtype=np.int64), start)
-        steps = prefill_steps(self._llm.loaded.model, given)
+        steps = prefill_steps(self._llm.loaded.model, given, max_rows=self._job_rows)
         return _Job(caller, steps, lambda kept: self._shown(self._states.save(verb.name, kept)))
 
     def _import(self, verb: wire.ImportState) -> NamedState:
@@ -347,12 +364,11 @@ class EngineHost:
     def _start(self, submission: Submission) -> KeptState | None:
         return None if submission.start_from is None else self._states.get(submission.start_from).kept
 
-    def _shown(self, state: named_states.NamedState) -> NamedState:
-        known = self._digests.get(state.name)
-        if known is None or known[0] is not state.kept:
-            known = self._digests[state.name] = (state.kept, state.kept.saved.digest)
+    @staticmethod
+    def _shown(state: named_states.NamedState) -> NamedState:
+        kept = state.kept
         return NamedState(
-            state.name, state.tokens, state.nbytes, int(state.created_s), digest=known[1], initial=state.kept.initial
+            state.name, state.tokens, state.nbytes, int(state.created_s), digest=kept.saved.digest, initial=kept.initial
         )
 
 

@@ -17,7 +17,7 @@ from kittiwake.errors import KittiwakeError, RequestError
 from kittiwake.server import messages as wire
 from kittiwake.server.child import EngineJob, Parent
 from kittiwake.server.engine_host import FAULT, Caller, EngineHost, failure_of
-from kittiwake.server.metrics import EngineFigures, batch_width, rows, step_seconds
+from kittiwake.server.metrics import EngineFigures, batch_width, log_missing_room, rows, step_seconds
 from kittiwake.server.transport import EngineSocket
 from kittiwake.server.watchdog import Watchdog
 
@@ -152,6 +152,7 @@ def main() -> None:
     """Load the model, tell the parent, serve."""
     parent = Parent()
     job = parent.job(EngineJob, "engine")
+    log_missing_room()
     from kittiwake.engine.named_states import NamedStates
     from kittiwake.llm import LLM
 

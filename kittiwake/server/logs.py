@@ -58,7 +58,8 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         extras = "".join(f" {name}={_shown(value)}" for name, value in _extras(record).items())
         line = f"{_time(record)} {record.levelname.lower()} {self._process} {record.getMessage()}{extras}"
-        line = line.replace("\n", "\\n").replace("\r", "\\r")  # what a client sent makes no second line
+        if not line.isprintable():  # what a client sent makes no second line, and commands no terminal
+            line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -66,4 +67,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    return json.dumps(text) if not text or any(char.isspace() or char in '"=' for char in text) else text
+    is_plain = text.isprintable() and not any(char.isspace() or char in '"=' for char in text)
+    return text if text and is_plain else json.dumps(text)

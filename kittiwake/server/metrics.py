@@ -6,17 +6,22 @@ that folder, and whichever worker is asked adds up all of them. Without it (test
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-
 from kittiwake.server.engine_client import AnswerEnd
+from kittiwake.server.figure_files import FOLDER_VARIABLE, take_room
 
-FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_NO_ROOM = take_room()  # before prometheus_client makes the files
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest  # noqa: E402
+from prometheus_client.multiprocess import MultiProcessCollector  # noqa: E402
+
+logger = logging.getLogger("kittiwake.server")
+
 REGISTRY = CollectorRegistry()
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -131,6 +136,14 @@ class EngineFigures:
 
 def _words(name: str) -> str:
     return name.removeprefix("kittiwake_").replace("_", " ")
+
+
+def log_missing_room() -> None:
+    """Say so where this process keeps its figures to itself."""
+    if _NO_ROOM:
+        logger.warning(
+            "the figures of this process are not told by the others: there is no room for them: %s", _NO_ROOM
+        )
 
 
 def render_metrics() -> str:

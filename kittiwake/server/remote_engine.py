@@ -348,8 +348,9 @@ class RemoteStream:
         self._events, self._running = [], 0
 
     def push(self, events: list[AnswerEvent]) -> None:
-        """Take events from the engine; too many that nobody reads end the stream."""
+        """Take events from the engine. Too many that nobody reads end the stream; what came at once is never too many."""
         now_s = time.perf_counter()
+        is_read = not self._events
         for event in events:
             self._observe(event, now_s)
             self._buffered_bytes += _size_bytes(event)
@@ -358,7 +359,7 @@ class RemoteStream:
         self._events += events
         if self._running == 0:
             self._engine.drop(self._call)
-        elif self._buffered_bytes > self._max_buffered_bytes:
+        elif self._buffered_bytes > self._max_buffered_bytes and not is_read:
             self._engine.cancel(self._call)
             self._metrics.count_slow_reader()
             logger.warning("a reader is too slow: its answer was broken off", extra={"bytes": self._buffered_bytes})

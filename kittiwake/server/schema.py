@@ -36,6 +36,9 @@ class Strict(BaseModel):
         return value
 
 
+Unsupported = Annotated[None, Field(description="not supported: null only, as clients send that name every field")]
+
+
 class StreamOptions(Strict):
     """What a stream holds beside the answer."""
 
@@ -115,6 +118,7 @@ class TextPart(Strict):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = Field(None, description="not used: prompts are cached anyway")
+    prompt_cache_breakpoint: Unsupported = None
 
 
 class ChatMessage(Strict):
@@ -124,9 +128,10 @@ class ChatMessage(Strict):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = Field(None, description="what was thought before an answer: not read again")
     reasoning: str | None = Field(None, description="the same by another name")
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
+    name: Unsupported = None
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
     tool_calls: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
 
@@ -158,6 +163,12 @@ class ChatRequest(SamplingFields):
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1, max_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
+    audio: Unsupported = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
+    web_search_options: Unsupported = None
 
     @model_validator(mode="after")
     def _chat_fits_together(self) -> ChatRequest:

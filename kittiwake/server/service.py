@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from kittiwake.server.engine_client import (
     PromptScores,
     Submission,
 )
+from kittiwake.server.gate import is_loopback
 from kittiwake.server.schema import SamplingFields
 from kittiwake.text.chat import TEMPLATES, ChatTemplate
 from kittiwake.text.tokenizer import Tokenizer
@@ -98,6 +99,16 @@ class Service:
             )
         return served
 
+    def check_may_control(self) -> None:
+        """Raise ApiError (403) where anyone at all could change, or look at, the states that others work with."""
+        if not self.config.api_keys and not is_loopback(self.config.host):
+            raise ApiError(403, "states need an API key on a server that others can reach (start it with --api-key)")
+
+    def check_states_of(self, asked: SamplingFields) -> None:
+        """The same of a request for text, if it names a state."""
+        if asked.state is not None or asked.keep_state is not None:
+            self.check_may_control()
+
     def head(self, prefix: str, served: Served) -> Head:
         """A new answer."""
         return Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), served)
@@ -126,10 +137,16 @@ class Service:
             keep_as=asked.keep_state,
         )
 
-    async def score(self, submission: Submission, top: int) -> PromptScores:
-        """The log-probabilities of a prompt. Raises ApiError (504) when its time is up."""
-        async with _deadline(submission.deadline_s):
-            return await self.client.score(submission, top)
+    async def score(self, submissions: Sequence[Submission], top: int) -> list[PromptScores]:
+        """The log-probabilities of prompts, all or none. Raises ApiError (504) when their time is up."""
+        scoring = [asyncio.ensure_future(self.client.score(one, top)) for one in submissions]
+        try:
+            async with _deadline(min((one.deadline_s for one in submissions if one.deadline_s), default=None)):
+                return await asyncio.gather(*scoring)
+        finally:
+            for task in scoring:
+                task.cancel()
+            await asyncio.gather(*scoring, return_exceptions=True)
 
     async def make_state(self, name: str, submission: Submission) -> NamedState:
         """Keep the state after a prompt. Raises ApiError (504) when its time is up."""
@@ -138,14 +155,32 @@ class Service:
 
     @asynccontextmanager
     async def submitted(self, submissions: Sequence[Submission]) -> AsyncIterator[list[AnswerStream]]:
-        """Hand requests over, all or none; whatever has not ended at the end is cancelled."""
-        async with AsyncExitStack() as stack:
-            streams = []
-            for submission in submissions:
-                stream = await self.client.submit(submission)
-                stack.push_async_callback(stream.aclose)
-                streams.append(stream)
-            yield streams
+        """Hand requests over, all at once and all or none; whatever has not ended at the end is cancelled."""
+        # one after the other, each would wait for a step of the engine that the ones before it take alone
+        handing = [asyncio.ensure_future(self.client.submit(submission)) for submission in submissions]
+        try:
+            yield await asyncio.gather(*handing)
+        finally:
+            for task in handing:
+                task.cancel()
+            for stream in await asyncio.gather(*handing, return_exceptions=True):
+                if not isinstance(stream, BaseException):
+                    await stream.aclose()
+
+
+def later(submission: Submission, begun_s: float) -> Submission:
+    """A request with what is left of its time since ``begun_s`` (of ``time.monotonic``). Raises ApiError (504) where
+    nothing is."""
+    if submission.deadline_s is None:
+        return submission
+    left_s = submission.deadline_s - (time.monotonic() - begun_s)
+    if left_s <= 0:
+        raise _too_late(submission.deadline_s)
+    return replace(submission, deadline_s=left_s)
+
+
+def _too_late(seconds: float | None) -> ApiError:
+    return ApiError(504, f"the request had not ended after {seconds:g} s", code="deadline")
 
 
 @asynccontextmanager
@@ -154,7 +189,7 @@ async def _deadline(seconds: float | None) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise ApiError(504, f"the request had not ended after {seconds:g} s", code="deadline") from None
+        raise _too_late(seconds) from None
 
 
 async def all_events(streams: Sequence[AnswerStream], n: int) -> AsyncGenerator[tuple[AnswerEvent, ...], None]:
@@ -201,7 +236,7 @@ async def beside(size: int, param: str, work: Callable[[], _Result]) -> _Result:
     """
     try:
         return work() if size < LONG_TEXT_CHARS else await asyncio.to_thread(work)
-    except KittiwakeError as error:
-        refused = ApiError.of(error)
+    except (KittiwakeError, ApiError) as error:
+        refused = error if isinstance(error, ApiError) else ApiError.of(error)
         refused.param = refused.param or (param if refused.status < 500 else None)
         raise refused from None

@@ -25,8 +25,8 @@ from kittiwake.config import EngineConfig, ServerConfig
 from kittiwake.errors import KittiwakeError, UsageError
 from kittiwake.server.child import EngineJob, WorkerJob, encode_job
 from kittiwake.server.connections import bind_listeners
+from kittiwake.server.figure_files import FOLDER_VARIABLE, give_back
 from kittiwake.server.logs import set_up_logs
-from kittiwake.server.metrics import FOLDER_VARIABLE
 from kittiwake.server.transport import private_folder
 
 logger = logging.getLogger("kittiwake.server")
@@ -139,7 +139,8 @@ class Supervisor:
                 for listener in listeners:
                     listener.close()
                 if self._ready_file is not None:
-                    self._ready_file.unlink(missing_ok=True)
+                    with suppress(OSError):  # gone already, or its disk takes no change any more
+                        self._ready_file.unlink()
 
     async def _run(self, listeners: list[socket.socket]) -> int:
         self._listeners = listeners
@@ -288,7 +289,9 @@ class Supervisor:
 
     def _forget(self, child: _Child) -> None:
         """Its gauges are no longer true; what it counted stays."""
-        mark_process_dead(child.process.pid, self._environment[FOLDER_VARIABLE])  # type: ignore[no-untyped-call]
+        folder = self._environment[FOLDER_VARIABLE]
+        mark_process_dead(child.process.pid, folder)  # type: ignore[no-untyped-call]
+        give_back(folder, child.process.pid)
 
 
 def _how(child: _Child) -> str:

@@ -162,6 +162,7 @@ def main() -> None:
     """Serve HTTP."""
     parent = Parent()
     job = parent.job(WorkerJob, "worker")
+    metrics.log_missing_room()
     asyncio.run(serve(job, parent))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from copy import copy
 from typing import NamedTuple
 
 from kittiwake.errors import RequestError
@@ -46,13 +47,19 @@ class StopMatcher:
         self._accepted_chars = 0
         self._hit: str | None = None
 
+    def another(self) -> StopMatcher:
+        """A matcher for another text. It shares the automaton, which takes time and memory to make."""
+        twin = copy(self)
+        twin._node, twin._tail, twin._accepted_chars, twin._hit = 0, deque(), 0, None
+        return twin
+
     def push(self, text: str) -> StopResult:
         """Take the next piece of text; returns what is decided to be output and the stop string found, if any.
 
         After a hit everything further is cut: each call returns ``("", hit)``.
         """
         if self._hit is not None or not self.stops:
-            return self._emit([] if self._hit else [text])
+            return self._emit("" if self._hit else text)
         decided: list[str] = []
         for char in text:
             self._tail.append(char)
@@ -64,11 +71,11 @@ class StopMatcher:
             if self._hit is not None:
                 self._tail.clear()
                 break
-        return self._emit(decided)
+        return self._emit("".join(decided))
 
     def flush(self) -> str:
         """The text has ended: returns what was held back, since it can no longer become a stop string."""
-        rest = self._emit(list(self._tail)).text
+        rest = self._emit("".join(self._tail)).text
         self._tail.clear()
         self._node = 0
         return rest
@@ -91,8 +98,7 @@ class StopMatcher:
         """
         return self._accepted_chars
 
-    def _emit(self, pieces: list[str]) -> StopResult:
-        text = "".join(pieces)
+    def _emit(self, text: str) -> StopResult:
         self._accepted_chars += len(text)
         return StopResult(text, self._hit)
 

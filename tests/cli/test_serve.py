@@ -73,6 +73,23 @@ def test_every_field_has_an_option() -> None:
     assert field_help("ServerConfig").keys() == {one.name for one in fields(ServerConfig)}
 
 
+@pytest.mark.parametrize(
+    "content", [b"key-number-one\r\n\r\nkey-number-two\r\n", b"\xef\xbb\xbfkey-number-one\nkey-number-two"]
+)
+def test_key_files_of_any_editor_are_read(call: Call, made: list[Any], tmp_path: Path, content: bytes) -> None:
+    keys = tmp_path / "keys"
+    keys.write_bytes(content)
+    keys.chmod(0o600)
+    assert call("serve", "--api-key-file", keys).code == 0
+    assert made[0][2].api_keys == ("key-number-one", "key-number-two")
+
+
+def test_an_empty_key_does_not_let_everyone_in(call: Call, made: list[Any]) -> None:
+    result = call("serve", "--api-key", "")
+    assert result.code == 2 and "at least 8 printable" in result.stderr
+    assert made == []
+
+
 def test_keys_that_others_can_read_are_warned_about(call: Call, made: list[Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-mine\n")

@@ -76,9 +76,10 @@ class LateDevice:
         flight.logits, flight.tokens = self._last, self._drawn.copy()
         return flight
 
-    def land(self, flight: Flight) -> dict[int, int]:
+    def land(self, flight: Flight) -> list[int]:
         assert flight.tokens is not None
-        return {request.slot: int(flight.tokens[request.slot]) for request in flight.drawn}
+        tokens: list[int] = flight.tokens.tolist()
+        return tokens
 
 
 def use_late_device(monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:

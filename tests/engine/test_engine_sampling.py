@@ -11,6 +11,7 @@ import pytest
 
 from kittiwake.bench.shapes import random_rwkv7, small
 from kittiwake.config import EngineConfig
+from kittiwake.engine import request as request_module
 from kittiwake.engine.engine import Engine
 from kittiwake.engine.request import Delta, KeptState, SamplingParams
 from kittiwake.errors import KittiwakeError, RequestError
@@ -18,6 +19,7 @@ from kittiwake.llm import LLM
 from kittiwake.load import Loaded, load_tensors
 from kittiwake.ops.log_softmax import reference as log_softmax
 from kittiwake.ops.sampling import reference
+from kittiwake.text.stops import StopMatcher
 
 PROMPT = list(b"The sea was calm, and the sea was")
 PARAMS = [
@@ -140,6 +142,18 @@ def test_n_samples_are_n_requests(loaded: Loaded, params: SamplingParams, slots:
     assert [_told(deltas) for deltas in _run(engine, numbers)] == expected
     assert len({str(one) for one in expected}) > 1
     assert engine.free_slots == slots
+
+
+def test_what_n_samples_have_in_common_is_made_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = _engine(loaded, slots=2), list[str]()
+    params = SamplingParams(max_tokens=3, n=50, stop=("a" * 60_000, "b"), logit_bias=dict.fromkeys(range(200), 1.0))
+    link, check = StopMatcher._link, request_module._as_bias
+    monkeypatch.setattr(StopMatcher, "_link", lambda self: (made.append("stops"), link(self))[1])
+    monkeypatch.setattr(request_module, "_as_bias", lambda biases: (made.append("bias"), check(biases))[1])
+    numbers = engine.add_samples(PROMPT, params)
+    assert len(numbers) == 50 and made == ["stops"]
+    for number in numbers:
+        engine.forget(number)
 
 
 def test_the_prompt_of_n_samples_is_eaten_once(loaded: Loaded) -> None:

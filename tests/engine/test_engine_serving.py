@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -63,6 +65,26 @@ def test_a_refused_request_leaves_nothing() -> None:
     assert engine.stats().waiting == before.waiting and len(vars(engine)["_outbox"]) == 2
 
 
+def test_samples_share_a_long_prompt_until_they_draw() -> None:
+    engine = make_engine(slots=4, cache=PrefixCache(1 << 20))
+    prompt = prompt_of(200_000)
+    tracemalloc.start()
+    try:
+        numbers = engine.add_samples(prompt, SamplingParams(max_tokens=3, n=64, seed=1))
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000  # a copy for each would be 150 MB
+    finally:
+        tracemalloc.stop()
+    for number in numbers:
+        engine.forget(number)
+    assert engine.free_slots == 4 and not engine.has_work
+
+
+@pytest.mark.parametrize("wrong", [256, -1, True, 2.0, "a", None])
+def test_one_wrong_id_in_a_long_prompt_is_named(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"prompt holds {wrong!r}, which is no token id from 0 to 255")):
+        make_engine().add([*prompt_of(100), wrong, *prompt_of(100)], PARAMS)
+
+
 def test_when_to_come_again_follows_from_how_long_requests_take() -> None:
     totals = Totals()
     assert totals.retry_after_s(10, 2) == 1  # nothing is known yet
@@ -103,6 +125,17 @@ def test_a_request_that_ends_in_time_is_left_alone() -> None:
     engine = make_engine()
     assert ask(engine, [1], PARAMS, options=of(deadline_s=60.0)).reason == "length"
     assert engine.step() is False
+
+
+def test_deadlines_of_requests_that_ended_are_forgotten_though_there_is_always_another() -> None:
+    engine = make_engine(slots=2)
+    engine.add([1], SamplingParams(max_tokens=100_000, ignore_eos=True), options=of(deadline_s=1e6))
+    for _ in range(300):
+        engine.abort(engine.add([1], PARAMS, options=of(deadline_s=1e6)))
+    assert len(engine._deadlines) < 100
+    late = engine.add([1], SamplingParams(max_tokens=100_000, ignore_eos=True), options=of(deadline_s=0.0))
+    engine.step()
+    assert isinstance(engine.collect(late)[-1].error, DeadlineError)
 
 
 def test_a_deadline_of_nothing_but_expired_requests_moves_the_engine() -> None:

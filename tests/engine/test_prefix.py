@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kittiwake.device import available_memory
 from kittiwake.engine.prefix import ENTRY_BYTES, MOST_AUTO_BYTES, Origin, Prefix, PrefixCache, ram_budget
@@ -77,6 +80,32 @@ def test_what_a_longer_text_makes_up_for_goes_first_but_not_where_texts_part() -
         keep(cache, text)
     # "stem a" is unused for less long than "stem" and "old one", but "stem a b" makes up for it
     assert held(cache, "stem", "old one", "stem a", "stem a b", "stem crow") == [True, True, False, True, True]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.text(alphabet="ab", min_size=1, max_size=6)), max_size=60), st.integers(2, 9)
+)
+def test_who_goes_is_found_without_a_look_at_all(uses: list[tuple[bool, str]], room: int) -> None:
+    def by_looking_at_all(cache: PrefixCache, newest: Any) -> Any:
+        covered = (entry for entry in cache._by_use if entry.node.is_covered and entry is not newest)
+        return next(covered, next(iter(cache._by_use)))
+
+    cache = PrefixCache(room * cost(4))
+    choose = cache._victim
+
+    def checked(newest: Any) -> Any:
+        expected = by_looking_at_all(cache, newest)
+        assert choose(newest) is expected
+        return expected
+
+    cache._victim = checked  # type: ignore[method-assign]
+    for is_new, text in uses:
+        if is_new:
+            keep(cache, text)
+        else:
+            cache.find("", as_tokens(list(text.encode())))
+    assert len(cache._covered._heap) <= len(cache._by_use) + 1
 
 
 def test_origins_share_nothing() -> None:

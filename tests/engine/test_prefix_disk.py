@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -337,6 +338,46 @@ def test_files_of_other_models_builds_and_formats_are_left_alone(tiers: Tiers) -
         assert same(tiers(**other).load("", tokens), tokens)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_running", [False, True], ids=["before the start", "while it is served"])
+def test_a_file_that_cannot_be_read_is_left_alone(
+    tiers: Tiers, is_running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tiers(), text(9))
+    (path,) = tiers.folder.iterdir()
+    works = Path.open
+
+    def refuse(self: Path, *more: Any, **named: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return works(self, *more, **named)
+
+    tier = tiers() if is_running else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        tier = tier or tiers()
+        assert tier.load("", text(9)) is None
+        stats = tier.stats()
+        assert (stats.foreign, stats.corrupt, stats.entries, stats.bytes) == (1, 0, 0, path.stat().st_size)
+        put(tier, text(9, 1))
+    assert same(tiers().load("", text(9)), text(9)) and len(tiers.names()) == 2
+
+
+def test_a_damaged_file_in_a_folder_that_is_read_only_stops_nothing(tiers: Tiers) -> None:
+    class ReadOnly(Files):
+        def remove(self, path: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    put(tiers(), text(5), np.concatenate([text(5), text(5, 1)]))
+    long, short = sorted(tiers.folder.iterdir(), key=lambda path: -path.stat().st_size)
+    long.write_bytes(long.read_bytes()[:-1] + b"?")
+    (tiers.folder / f"{'0' * 40}.prefix").write_bytes(b"nonsense")
+    tier = tiers(files=ReadOnly())
+    assert same(tier.load("", np.concatenate([text(5), text(5, 1)])), text(5))
+    stats = tier.stats()
+    assert (stats.corrupt, stats.entries) == (2, 1)
+    assert stats.bytes == sum(path.stat().st_size for path in tiers.folder.iterdir()) and short.exists()
+
+
 def test_a_newer_format_is_left_alone(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("kittiwake.engine.state_file.FORMAT", 9)
@@ -495,6 +536,21 @@ def test_a_state_that_lies_about_its_tokens_stops_no_writer(tiers: Tiers) -> Non
     tier.put(NOTHING, text(9), wrong)
     put(tier, text(5))
     assert (tier.stats().failed, tier.stats().written) == (1, 1)
+
+
+def test_a_fault_that_nobody_expected_stops_no_writer(tiers: Tiers) -> None:
+    class Faulty(Files):
+        def sync(self, handle: int) -> None:
+            if not faults:
+                super().sync(handle)
+            else:
+                raise faults.pop()
+
+    faults: list[Exception] = [MemoryError(), ValueError("deep inside")]
+    tier = tiers(files=Faulty())
+    put(tier, text(9), text(9, 1), text(9, 2))
+    assert (tier.stats().failed, tier.stats().written, tier.stats().queued) == (2, 1, 0)
+    assert same(tier.load("", text(9, 2)), text(9, 2))
 
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:

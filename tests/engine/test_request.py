@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,10 @@ def test_each_sample_has_a_seed_of_its_own_and_the_first_that_of_the_request() -
     params = SamplingParams(seed=5, n=3, min_p=0.1)
     assert [params.for_sample(index).seed for index in range(3)] == [5, derived_seed(5, 1), derived_seed(5, 2)]
     assert {(one.n, one.min_p) for one in map(params.for_sample, range(3))} == {(1, 0.1)}
+    full = SamplingParams(n=3, seed=5, stop=("a",), logit_bias={5: 1, 2: -100}, stop_token_ids=(4,), logprobs=True)
+    for index in range(3):
+        assert full.for_sample(index) == replace(full, n=1, seed=full.for_sample(index).seed)
+    assert (full.n, full.seed) == (3, 5)
     with pytest.raises(RequestError, match="the index of a sample must be from 0 to 2, got 3"):
         params.for_sample(3)
 

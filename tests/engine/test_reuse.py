@@ -264,6 +264,29 @@ def test_samples_of_a_prompt_that_is_cached_draw_the_same() -> None:
         assert [bits(one) for one in finish(engine, *engine.add_samples(prompt, several))] == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "cached"),
+    [
+        (RequestOptions(progress=True), (0, "none", "unknown")),
+        (RequestOptions(progress=True, cache=CacheHints(use=False)), (0, "none", "disabled")),
+    ],
+    ids=["looked up", "opted out"],
+)
+def test_samples_of_a_fresh_prompt_do_not_say_that_it_was_cached(
+    options: RequestOptions, cached: tuple[int, str, str]
+) -> None:
+    engine, prompt = make(slots=2), prompt_of(30)
+    outcomes = finish(engine, *engine.add_samples(prompt, replace(PARAMS, n=3), options=options))
+    assert [used(one) for one in outcomes] == [cached] * 3
+    told = [delta.progress for one in outcomes for delta in one.deltas if delta.progress]
+    assert told and all(one.cached == 0 for one in told)
+    stats = engine.stats()
+    assert stats.cache is not None
+    assert (stats.cached_tokens, stats.cache.tokens_saved, stats.cache.hits) == (0, 0, {})
+    again = finish(engine, *engine.add_samples(prompt, replace(PARAMS, n=3)))
+    assert {used(one)[0] for one in again} == ({0} if cached[2] == "disabled" else {30})
+
+
 # Who shares what
 
 

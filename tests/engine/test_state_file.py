@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,23 @@ def test_a_full_disk_leaves_nothing_and_keeps_the_old_file(tmp_path: Path, monke
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == ["a.state"]
     assert same(load_state(path, OWNER), kept())
+
+
+@pytest.mark.parametrize("at", ["open", "sync"])
+def test_a_disk_that_became_read_only_is_told_and_not_that_nothing_could_be_removed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    if at == "open":
+        monkeypatch.setattr(Path, "open", fail)
+    else:
+        monkeypatch.setattr("kittiwake.checkpoints.files._sync_file", fail)
+    with pytest.raises(OutputError, match=r"a\.state cannot be written: Read-only file system"):
+        save_state(tmp_path / "a.state", kept(), OWNER, replace=True)
+    assert not (tmp_path / "a.state").exists()
 
 
 @pytest.mark.parametrize(

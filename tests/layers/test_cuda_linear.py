@@ -142,7 +142,6 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand-ins for torch's process-wide settings, which builds without CUDA do not let anyone set."""
     made = SimpleNamespace(
         library="cublas",
-        allow_tf32=True,
         allow_fp16_accumulation=True,
         allow_fp16_reduced_precision_reduction=True,
         allow_fp16_reduced_precision_reduction_split_k=True,
@@ -164,8 +163,8 @@ def test_inside_nothing_splits_a_sum_and_afterwards_all_is_as_it_was(flags: Simp
         assert flags.library == "cublaslt"
         assert flags.allow_fp16_reduced_precision_reduction == (False, False)
         assert flags.allow_bf16_reduced_precision_reduction == (False, False)
-        assert not flags.allow_tf32 and not flags.allow_fp16_accumulation
-    assert flags.library == "cublas" and flags.allow_tf32 and flags.allow_fp16_accumulation
+        assert not flags.allow_fp16_accumulation
+    assert flags.library == "cublas" and flags.allow_fp16_accumulation
     assert flags.allow_fp16_reduced_precision_reduction == (True, True)
     assert flags.allow_bf16_reduced_precision_reduction == (True, False)
 
@@ -173,5 +172,5 @@ def test_inside_nothing_splits_a_sum_and_afterwards_all_is_as_it_was(flags: Simp
 def test_an_error_inside_leaves_no_flag_behind(flags: SimpleNamespace) -> None:
     with pytest.raises(ZeroDivisionError), exact_products():
         raise ZeroDivisionError
-    assert flags.library == "cublas" and flags.allow_tf32
+    assert flags.library == "cublas" and flags.allow_fp16_accumulation
     assert flags.allow_bf16_reduced_precision_reduction == (True, False)

@@ -12,9 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')")
 
+from triton.runtime.errors import OutOfResources, PTXASError
+
 from kittiwake.errors import DeviceError
 from kittiwake.layers import cuda_probe
-from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, CudaProduct, Picks
+from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, CudaProduct, Picks, same_bits
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
@@ -83,6 +85,42 @@ def test_rows_on_both_sides_of_every_border_are_proved() -> None:
         lower = most
 
 
+def test_the_longest_launch_is_proved_where_the_library_may_take_another_way() -> None:
+    group = FakeGroup({"library": lambda out: one_bit(out) if len(out) == 4096 else None})
+    found = cuda_probe._proved(group, picks(LIBRARY), torch.float16, 4096)
+    assert found.replaced == ("library for more rows",)
+    assert cuda_probe._proved(group, picks(LIBRARY), torch.float16).replaced == ()
+
+
+def test_rows_are_proved_as_far_apart_as_they_are_served() -> None:
+    """What the library runs can follow from how rows are aligned."""
+    strides = set()
+    group = FakeGroup({"library": lambda out: strides.add(out.stride(0))}, columns=67)
+    cuda_probe._proved(group, picks(LIBRARY), torch.float16)
+    assert strides == {80}
+
+
+def test_a_zero_of_the_other_sign_is_another_bit() -> None:
+    group = FakeGroup({"library": lambda out: out[:, 3].neg_()})
+    group.matrix("a")[3] = 0
+    assert len(cuda_probe._proved(group, picks(LIBRARY), torch.float16).replaced) == len(ROW_LIMITS)
+
+
+def test_bits_are_compared_as_bits() -> None:
+    one = torch.tensor([0.0, torch.nan, 2.0])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert same_bits(one.to(dtype), one.to(dtype).clone())
+        assert not same_bits(one.to(dtype), one.to(dtype) * torch.tensor([-1, 1, 1], dtype=dtype))
+
+
+def test_a_proof_that_runs_out_of_memory_blames_no_kernel() -> None:
+    def refuse(out: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda_probe._proved(FakeGroup({"narrow": refuse}), picks(NARROW), torch.float16)
+
+
 def test_an_output_left_unwritten_is_not_taken_for_one_that_agrees() -> None:
     def forget(out: torch.Tensor) -> None:
         out[0] = torch.nan
@@ -90,7 +128,15 @@ def test_an_output_left_unwritten_is_not_taken_for_one_that_agrees() -> None:
     assert cuda_probe._proved(FakeGroup({"narrow": forget}), picks(NARROW), torch.float16).replaced
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of shared memory"), DeviceError("a CUDA call failed")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of shared memory"),
+        DeviceError("a CUDA call failed"),
+        OutOfResources(300_000, 232_448, "shared memory"),
+        PTXASError("too much shared data"),
+    ],
+)
 def test_what_cannot_run_on_this_card_is_replaced(error: Exception) -> None:
     def refuse(out: torch.Tensor) -> None:
         raise error
@@ -118,7 +164,7 @@ def test_the_fastest_of_those_that_run_is_picked_and_remembered(monkeypatch: pyt
     kinds = [choice.kind for choice in first.picks.choices]
     assert kinds == ["tile", "narrow", *["library"] * 7]
     assert first.picks == second.picks and first.picks.reason == "measured on this card; bits proved"
-    assert told == [("proving products", 1, 1)]
+    assert told == [("measuring products", 0, 1), ("proving products", 1, 1)]
     monkeypatch.setattr(cuda_probe, "_time_us", None)  # another load measures nothing, and proves again
     later = FakeGroup({"library": one_bit})
     cuda_probe.pick_products([later], {})

@@ -29,7 +29,7 @@ from kittiwake.ops.block_attention.triton_select import TILE, select_kernel
 from kittiwake.ops.packed import Packed
 from tests.ops.attention_pieces import copied, same_memory, turns
 from tests.ops.bits import same_bits
-from tests.ops.interpreted_kernels import _interpretable  # noqa: F401  a fixture
+from tests.ops.interpreted_kernels import _interpretable, dot_in_order  # noqa: F401  a fixture
 from tests.oracles import block_attention_float64
 from tests.oracles.measure import relative_error
 
@@ -39,7 +39,6 @@ NAMES = ("keys", "values", "blocks", "open_rows")
 FEWER = (*CASES[:3], *CASES[5:7])
 """The interpreter takes milliseconds for a program: cases of few rows, and deep ones below."""
 _patch_language = interpreter._patch_lang
-_make_dot = interpreter.InterpreterBuilder.create_dot
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +65,9 @@ def _patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _wide_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds bfloat16 as whole numbers, and multiplies them as such; sums of 16-bit values are float32."""
-
-    def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-        wide = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar != tl.float32 else x for x in (a, b))
-        return _make_dot(self, *wide, d, precision, imprecise)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+def _dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of equal keys have equal scores, wherever they stand."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
 
 
 def tensors(memory: AttentionMemory) -> DeviceMemory:

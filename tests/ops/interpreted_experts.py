@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton import language as tl
 from triton.runtime import interpreter
 
 from kittiwake.errors import DeviceError
@@ -26,7 +24,7 @@ from kittiwake.ops.ngram_mix.cases import CASES as NGRAM_CASES
 from kittiwake.ops.ngram_mix.cases import NgramMixCase
 from kittiwake.ops.packed import Packed
 from tests.ops.bits import same_bits
-from tests.ops.interpreted_kernels import make_interpretable
+from tests.ops.interpreted_kernels import dot_in_order, make_interpretable
 from tests.ops.pieces import cut_in_two
 from tests.oracles import hybrid_float64
 from tests.oracles.measure import relative_error
@@ -49,24 +47,10 @@ SHORT = tuple(
 every_ngram_case = pytest.mark.parametrize("case", SHORT, ids=str)
 
 
-def _dot_in_order(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-    """A sum over K in order in float32, as the kernels count on; the interpreter's own is a library's product."""
-    left, right = (_widened(part) for part in (a, b))
-    terms = left.T[:, :, None] * right[:, None, :]
-    return interpreter.TensorHandle(np.add.reduce(np.concatenate([d.data[None], terms])), d.dtype.scalar)
-
-
-def _widened(part: Any) -> np.ndarray:
-    """A tile in float32; the interpreter keeps bfloat16 as whole numbers of the same bits."""
-    if part.dtype == tl.bfloat16:
-        return (part.data.astype(np.uint32) << 16).view(np.float32)
-    return np.asarray(part.data, np.float32)
-
-
 @pytest.fixture(autouse=True)
 def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     make_interpretable(monkeypatch)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
 
 
 # The router

@@ -37,6 +37,23 @@ def _patch_with_index(tensor: Any, *rest: Any) -> None:
     tensor.__index__ = lambda self: int(self.handle.data.item())
 
 
+def dot_in_order(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    """A sum over K in order in float32, as the kernels count on.
+
+    The interpreter's own is a library's product, whose bits may depend on where a column stands.
+    """
+    left, right = (_widened(part) for part in (a, b))
+    terms = left.T[:, :, None] * right[:, None, :]
+    return interpreter.TensorHandle(np.add.reduce(np.concatenate([d.data[None], terms])), d.dtype.scalar)
+
+
+def _widened(part: Any) -> np.ndarray:
+    """A tile in float32; the interpreter keeps bfloat16 as whole numbers of the same bits."""
+    if part.dtype == tl.bfloat16:
+        return (part.data.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(part.data, np.float32)
+
+
 def make_interpretable(patch: pytest.MonkeyPatch) -> None:
     """CUDA's library of functions has no interpreter: stand-ins of the same meaning, not of the same bits."""
     functions = SimpleNamespace(tanh=lambda x: 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0), exp=lambda x: tl.exp(x))

@@ -27,8 +27,8 @@ def write_tiny_model(folder: Path) -> Path:
     return path
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Wait for something to become true; what it gave."""
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Wait for something to become true, as long as it may take on a busy machine; what it gave."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         found = condition()
@@ -64,7 +64,7 @@ class LiveServer:
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
         """The same of any request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"content-type": "application/json"})
@@ -82,7 +82,7 @@ class LiveServer:
 
     def open_stream(self, prompt: str = "x", **more: Any) -> socket.socket:
         """A socket on which a streamed completion has been asked for."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
         connection.sendall(post("/v1/completions", {"model": "tiny", "prompt": prompt, "stream": True, **more}))
         return connection
 
@@ -104,7 +104,7 @@ class LiveServer:
         """Send the parent a signal."""
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         """Its exit code."""
         return self.process.wait(seconds)
 
@@ -118,7 +118,7 @@ def live_server(model: Path, folder: Path, *options: str) -> Iterator[LiveServer
         process = subprocess.Popen([*line, "--served-model-name", "tiny", "--threads", "1", *options], stderr=stderr)
     children: dict[int, str] = {}
     try:
-        wait_for(lambda: ready_file.exists() or process.poll() is not None, 120)
+        wait_for(lambda: ready_file.exists() or process.poll() is not None, 240)
         assert process.poll() is None, log.read_text()
         server = LiveServer(process, json.loads(ready_file.read_text()), log)
         yield server

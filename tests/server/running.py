@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -74,7 +75,7 @@ def running_engine(
         yield RunningEngine(llm, host, loop, parent)
     finally:
         parent.tell("stop")
-        thread.join(20)
+        thread.join(60)
         socket.close()
         parent.close()
         assert not thread.is_alive()
@@ -84,13 +85,14 @@ def running_engine(
 async def client_of(folder: Path, name: str = "http0", **options: Any) -> AsyncIterator[RemoteEngine]:
     """A client that has been welcomed."""
     async with RemoteEngine(folder, name, **options) as client:
-        await asyncio.wait_for(client.wait_ready(), 10)
+        await asyncio.wait_for(client.wait_ready(), 60)
         yield client
 
 
-async def until(condition: Any, seconds: float = 10.0) -> None:
-    """Wait for something to become true."""
-    for _ in range(int(seconds / 0.005)):
+async def until(condition: Any, seconds: float = 60.0) -> None:
+    """Wait for something to become true; as long as it may take on a busy machine."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
         if condition():
             return
         await asyncio.sleep(0.005)
@@ -99,4 +101,4 @@ async def until(condition: Any, seconds: float = 10.0) -> None:
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine, with an end to it."""
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, 120))

@@ -40,7 +40,7 @@ def url() -> Any:
 )
 def test_a_streamed_request(url: str, path: str, asked: dict[str, Any]) -> None:
     ask = {**asked, **EXTRA, "stream_options": {"include_usage": True}}
-    answer = httpx.post(url + path, json=ask, headers={**HEADERS, "Accept": "text/event-stream"})
+    answer = httpx.post(url + path, json=ask, headers={**HEADERS, "Accept": "text/event-stream"}, timeout=60)
     assert answer.status_code == 200 and answer.headers["x-request-id"] == HEADERS["X-Request-ID"]
     *chunks, usage, done = events_of(answer.text)
     assert done == "[DONE]"
@@ -53,7 +53,10 @@ def test_a_streamed_request(url: str, path: str, asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("path", "asked"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
 def test_a_whole_request(url: str, path: str, asked: dict[str, Any]) -> None:
     answer = httpx.post(
-        url + path, json={**asked, **EXTRA, "stream": False}, headers={**HEADERS, "Accept": "application/json"}
+        url + path,
+        json={**asked, **EXTRA, "stream": False},
+        headers={**HEADERS, "Accept": "application/json"},
+        timeout=60,
     )
     content = answer.json()
     assert content["object"] in ("text_completion", "chat.completion")
@@ -63,8 +66,9 @@ def test_a_whole_request(url: str, path: str, asked: dict[str, Any]) -> None:
 
 
 def test_what_it_looks_at_before_it_begins(url: str) -> None:
-    assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["stub"]
-    assert httpx.head(f"{url}/metrics").status_code == 200
-    assert httpx.get(f"{url}/metrics").headers["content-type"].startswith("text/plain")
-    one = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "model": "stub", "max_tokens": 1, "stream": False})
-    assert one.status_code == 200
+    with httpx.Client(base_url=url, timeout=60) as client:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["stub"]
+        assert client.head("/metrics").status_code == 200
+        assert client.get("/metrics").headers["content-type"].startswith("text/plain")
+        one = client.post("/v1/completions", json={"prompt": "a", "model": "stub", "max_tokens": 1, "stream": False})
+        assert one.status_code == 200

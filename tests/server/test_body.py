@@ -61,6 +61,9 @@ def test_what_is_no_plain_json_is_refused(raw: bytes, said: str) -> None:
         ("response_format", {"type": "json_object"}, "response_format.type", "invalid_value"),
         ("response_format", {"type": "text", "schema": {}}, "response_format.schema", "unsupported_parameter"),
         ("audio", {}, "audio", "unsupported_parameter"),
+        ("prediction", {"type": "content", "content": "a"}, "prediction", "unsupported_parameter"),
+        ("web_search_options", {}, "web_search_options", "unsupported_parameter"),
+        ("banana", None, "banana", "unsupported_parameter"),
         ("store", True, "store", "invalid_value"),
         ("temperature", -1, "temperature", "invalid_value"),
         ("temperature", "1", "temperature", "invalid_value"),
@@ -135,10 +138,24 @@ def test_a_shown_value_is_short() -> None:
 
 
 def test_null_is_the_same_as_nothing() -> None:
-    given = {name: None for name in ChatRequest.model_fields if name != "messages"}
-    assert parse(json.dumps({"messages": HI, **given}).encode(), ChatRequest) == ChatRequest.model_validate(
-        {"messages": HI}
+    for model, needed in ((ChatRequest, {"messages": HI}), (CompletionRequest, {"prompt": "a"})):
+        given = {name: None for name in model.model_fields if name not in needed}
+        assert parse(json.dumps({**given, **needed}).encode(), model) == model.model_validate(needed)
+
+
+def test_fields_of_openai_that_are_not_supported_may_be_null() -> None:
+    names = (
+        "audio",
+        "moderation",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "web_search_options",
     )
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": None, "cache_control": None}
+    past = {"role": "assistant", "content": "Hello", **dict.fromkeys(("name", "audio", "refusal", "function_call"))}
+    messages = [*HI, past, {"role": "user", "content": [part], "name": None}]
+    parse(json.dumps({"messages": messages, **dict.fromkeys(names)}).encode(), ChatRequest)
 
 
 @in_loop

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kittiwake.server.engine_client import Failure
+from kittiwake.server.engine_client import EngineError, Failure
 from tests.server.ask import asking, error_of, events_of, in_loop
-from tests.server.stub_engine import StubEngine
+from tests.server.stub_engine import StubEngine, stub_info
 
 PATH = "/v1/completions"
 
@@ -141,7 +143,7 @@ async def test_a_prompt_can_be_scored_without_drawing(stream: bool) -> None:
         ({"prompt": [1, "a"]}, "prompt[0]"),
         ({"prompt": [256]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
-        ({"prompt": ""}, None),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -179,6 +181,67 @@ async def test_of_several_prompts_all_are_taken_or_none() -> None:
 
 
 @in_loop
+async def test_all_prompts_are_on_their_way_before_the_first_is_taken() -> None:
+    engine, asked, all_here = StubEngine(), [], asyncio.Event()
+    whole = engine.submit
+
+    async def submit(submission: Any) -> Any:
+        asked.append(submission.prompt_ids)
+        if len(asked) == 5:
+            all_here.set()
+        await all_here.wait()
+        return await whole(submission)
+
+    engine.submit = submit  # type: ignore[method-assign]
+    async with asking(engine) as client:
+        answer = await client.post(PATH, json={"prompt": ["a", "b", "c", "d", "e"], "max_tokens": 2})
+    assert answer.status_code == 200 and asked == [(97 + index,) for index in range(5)]
+    assert len(engine.finished) == 5 and engine.cancelled == []
+
+
+@in_loop
+async def test_a_prompt_that_cannot_be_scored_ends_the_scoring_of_the_others() -> None:
+    engine, ended = StubEngine(), []
+    whole = engine.score
+
+    async def score(submission: Any, top: int) -> Any:
+        if len(submission.prompt_ids) < 2:
+            raise EngineError(Failure("the prompt is too short", "", 400))
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(submission.prompt_ids)
+        return await whole(submission, top)
+
+    engine.score = score  # type: ignore[method-assign]
+    async with asking(engine) as client:
+        ask = {"prompt": ["aa", "b", "cc"], "echo": True, "logprobs": 0}
+        answer = await client.post(PATH, json=ask)
+    assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
+    assert ended == [(97, 97), (99, 99)] and engine.submitted == []
+
+
+@in_loop
+async def test_an_echo_has_one_deadline_for_its_scores_and_its_answer() -> None:
+    engine = StubEngine()
+    whole = engine.score
+
+    async def score(submission: Any, top: int) -> Any:
+        await asyncio.sleep(0.2)
+        return await whole(submission, top)
+
+    engine.score = score  # type: ignore[method-assign]
+    async with asking(engine) as client:
+        ask = {"prompt": "ab", "echo": True, "logprobs": 0, "timeout_s": 30}
+        assert (await client.post(PATH, json=ask)).status_code == 200
+        scored, drawn = engine.submitted
+        assert scored.deadline_s == 30 and drawn.deadline_s is not None and 0 < drawn.deadline_s < 29.9
+        answer = await client.post(PATH, json={**ask, "timeout_s": 0.05})
+        assert answer.status_code == 504 and error_of(answer)["code"] == "deadline"
+        assert len(engine.submitted) == 2
+
+
+@in_loop
 async def test_tokenizing_and_back() -> None:
     async with asking(StubEngine()) as client:
         for field in ("prompt", "content"):
@@ -203,6 +266,19 @@ async def test_tokenizing_and_back() -> None:
 
 
 @in_loop
+async def test_ids_of_rows_that_the_tokenizer_does_not_have() -> None:
+    engine = StubEngine(info=replace(stub_info(), vocab_size=300))
+    async with asking(engine) as client:
+        assert (await client.post(PATH, json={"prompt": [5, 299], "max_tokens": 2})).status_code == 200
+        for path, ask, param in (
+            (PATH, {"prompt": [5, 299], "echo": True}, "prompt"),
+            ("/detokenize", {"tokens": [5, 299]}, "tokens"),
+        ):
+            answer = await client.post(path, json=ask)
+            assert answer.status_code == 400 and error_of(answer)["param"] == param
+
+
+@in_loop
 async def test_an_answer_cannot_be_made_huge() -> None:
     engine = StubEngine()
     many = {"prompt": "a", "n": 50, "logprobs": 20, "max_tokens": 4000}
@@ -219,3 +295,20 @@ async def test_an_answer_cannot_be_made_huge() -> None:
     async with asking(engine) as client:
         answer = await client.post(PATH, json={"prompt": "a" * 50_000, "echo": True, "logprobs": 20})
         assert answer.status_code == 400 and error_of(answer)["param"] == "logprobs"
+
+
+@in_loop
+async def test_a_long_prompt_is_not_copied_for_too_many_answers() -> None:
+    engine = StubEngine()
+    async with asking(engine) as client:
+        for ask in (
+            (PATH, {"prompt": "a" * 70_000, "n": 256, "max_tokens": 1}),
+            (PATH, {"prompt": ["a" * 10_000] * 50, "n": 5, "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 70_000}], "n": 256}),
+        ):
+            fits = ask[1].get("n") == 5
+            answer = await client.post(ask[0], json=ask[1])
+            assert answer.status_code == (200 if fits else 400), answer.text
+            if not fits:
+                assert (error_of(answer)["param"], error_of(answer)["code"]) == ("n", "too_many")
+    assert len(engine.submitted) == 50

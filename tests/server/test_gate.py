@@ -79,6 +79,11 @@ async def test_states_need_a_key_where_others_can_reach_the_server() -> None:
         for method, path in PATHS:
             if path.startswith("/v1/states"):
                 assert (await client.request(method, path)).status_code == 403, (method, path)
+        for name in ("state", "keep_state"):
+            for path, ask in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HI})):
+                answer = await client.post(f"/v1/{path}", json={**ask, name: "theirs"})
+                assert answer.status_code == 403 and "states need an API key" in error_of(answer)["message"]
+                assert (await client.post(f"/v1/{path}", json={**ask, name: None})).status_code == 200
 
 
 @in_loop
@@ -135,6 +140,9 @@ async def test_what_is_not_there() -> None:
         assert answer.status_code == 404 and "/v1/embeddings" in error_of(answer)["message"]
         answer = await client.get("/v1/chat/completions")
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        error_of(answer)
+        answer = await client.post("/v1/chat/completions/", json={"messages": HI})
+        assert answer.status_code == 404 and "location" not in answer.headers
         error_of(answer)
 
 

@@ -38,6 +38,14 @@ def test_text_lines_hold_the_same_and_stay_one_line(capsys: pytest.CaptureFixtur
     assert line.partition(" ")[2] == 'info http3 request path="/x\\r\\nerror forged" ms=1.23457 name_of="" status=200'
 
 
+def test_what_a_client_sends_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for log_format in ("text", "json"):
+        (line,) = _lines(capsys, log_format, "no \x1b[2J \u2028 file", path="/\x1b]0;mine\x07\x9b1m", client="\x00")
+        assert line.isprintable() and "no \\" in line
+    (line,) = _lines(capsys, "text", "request", path="/\u00e9\x1b")
+    assert line.endswith(r'request path="/\u00e9\u001b"')
+
+
 def test_a_traceback_comes_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logs("json", "engine")
     try:

@@ -158,7 +158,7 @@ def test_the_client_for_asyncio(url: str, engine: StubEngine) -> None:
             async for _ in stream:
                 break
             await stream.close()
-            for _ in range(500):
+            for _ in range(6000):
                 if engine.cancelled:
                     return
                 await asyncio.sleep(0.01)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +23,11 @@ from kittiwake.llm import LLM
 from kittiwake.server import messages as wire
 from kittiwake.server import remote_engine
 from kittiwake.server.engine_client import AnswerEnd, AnswerEvent, EngineError, Submission
-from kittiwake.server.engine_host import Caller
+from kittiwake.server.engine_host import FAULT, Caller
 from kittiwake.server.remote_engine import RemoteEngine, RemoteStream
 from kittiwake.server.transport import private_folder, socket_address
-from tests.models import tiny_llm
+from kittiwake.text.tokenizer import load_tokenizer
+from tests.models import tiny_llm, tiny_llm_with
 
 from .running import RunningEngine, client_of, run, running_engine, until
 
@@ -188,6 +191,19 @@ def test_a_slow_reader_is_bounded_and_dropped(engine: RunningEngine, folder: Pat
     run(work())
 
 
+def test_one_who_reads_what_comes_is_not_too_slow_however_much_comes_at_once(
+    engine: RunningEngine, folder: Path
+) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True, n=4, seed=1, logprobs=True, top_logprobs=20)
+
+    async def work() -> None:
+        async with client_of(folder, max_buffered_bytes=4096) as client:
+            events = await _all(await client.submit(_ask("x", params)))
+        assert sum(len(event.token_ids) for event in events) == 120
+
+    run(work())
+
+
 def test_a_worker_that_is_gone_has_its_requests_ended(engine: RunningEngine, folder: Path) -> None:
     async def work() -> None:
         async with client_of(folder, "http1") as client:
@@ -313,6 +329,49 @@ def test_named_states_are_made_kept_forked_saved_and_loaded(
     run(work())
 
 
+def test_a_state_that_is_deleted_or_replaced_is_held_by_nobody(engine: RunningEngine, folder: Path) -> None:
+    def held() -> weakref.ref[object]:
+        return weakref.ref(engine.host._states.get("story").kept)
+
+    async def work() -> None:
+        async with client_of(folder) as client:
+            await client.make_state("story", _ask("Once upon"))
+            first = held()
+            await client.get_state("story")
+            await _all(await client.submit(_ask("Twice", keep_as="story")))
+            second = held()
+            await client.list_states()
+            await client.delete_state("story")
+            await until(lambda: engine.is_idle)
+            gc.collect()
+            assert first() is None and second() is None
+
+    run(work())
+
+
+def test_verbs_halt_as_often_as_prompts_do_beside_others(folder: Path) -> None:
+    rows: list[int] = []
+    with running_engine(folder, slots=4, prefill_chunk=16) as engine:
+        model = engine.llm.loaded.model
+        works = model.forward
+
+        def forward(batch: Batch, *more: object, **named: object) -> object:
+            rows.append(batch.rows)
+            return works(batch, *more, **named)  # type: ignore[arg-type]
+
+        async def work() -> None:
+            async with client_of(folder) as client:
+                await client.make_state("story", _ask("x" * 100))
+                await client.score(_ask("x" * 100), 0)
+
+        model.forward = forward  # type: ignore[assignment, method-assign]
+        try:
+            run(work())
+        finally:
+            del model.forward
+    assert sum(rows) == 100 + 99 and max(rows) == 16
+
+
 def test_figures_are_told(engine: RunningEngine, folder: Path) -> None:
     async def work() -> str:
         async with client_of(folder) as client:
@@ -344,6 +403,23 @@ def test_prompts_and_answers_are_logged_where_that_is_asked_for(folder: Path, ca
         assert prompts == (["hello you", "score me"] if is_asked else [])
         assert [entry["answer"] for entry in told if "answer" in entry] == ([answer] if is_asked else [])
         assert all(entry["request_id"] == "test" for entry in told if "prompt" in entry)
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_logged_as_they_are(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = tiny_llm_with(load_tokenizer("bytes"), 300)  # as models whose rows were rounded up
+
+    async def work() -> list[AnswerEvent]:
+        async with client_of(folder) as client:
+            await client.make_state("s", replace(_ask(""), prompt_ids=(5, 299)))
+            return await _all(await client.submit(replace(_ask(""), prompt_ids=(5, 299))))
+
+    with caplog.at_level("INFO", "kittiwake.engine"), running_engine(folder, llm=llm, log_prompts=True) as engine:
+        assert run(work())[-1].end is not None
+        assert engine.is_idle
+    told = [vars(record) for record in caplog.records if record.getMessage() == "prompt"]
+    assert [entry["prompt_ids"] for entry in told] == [(5, 299)] * 2
 
 
 def test_an_idle_engine_does_nothing(engine: RunningEngine, folder: Path) -> None:
@@ -393,7 +469,7 @@ def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
 
     async def refused(call: Awaitable[object]) -> None:
         with pytest.raises(EngineError) as caught:
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, 60)
         assert caught.value.http_status == 500 and "inside" not in str(caught.value)
 
     async def work() -> None:
@@ -408,6 +484,14 @@ def test_a_verb_that_fails_in_an_unexpected_way_is_refused_and_the_rest_goes_on(
                 await refused(client.import_state("s", folder / "upload"))
                 patch.setattr(engine.llm.engine, "add_samples", fail)
                 await refused(client.submit(_ask("x")))
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.host._states, "save", fail)
+                events = await _all(await client.submit(_ask("x", keep_as="s")))
+                assert events[-1].end is not None and events[-1].end.failure == FAULT
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.llm.engine, "check", fail)
+                await refused(client.score(_ask("score me"), 0))
+                await refused(client.make_state("s", _ask("keep me")))
             assert len(await _all(await client.submit(_ask("x")))) >= 8
 
     run(work())
@@ -451,12 +535,12 @@ def test_a_request_has_its_deadline_even_where_the_engine_hangs(
     works = runner.run
 
     def hang(batch: Batch) -> np.ndarray:
-        goes_on.wait(20)
+        goes_on.wait(100)
         return works(batch)
 
     async def given_up(client: RemoteEngine) -> None:
         with pytest.raises(EngineError) as caught:
-            await asyncio.wait_for(_answer(client), 10)
+            await asyncio.wait_for(_answer(client), 60)
         assert (caught.value.http_status, caught.value.failure.code) == (504, "deadline")
 
     async def _answer(client: RemoteEngine) -> None:
@@ -468,7 +552,7 @@ def test_a_request_has_its_deadline_even_where_the_engine_hangs(
             await given_up(client)  # taken, and then nothing
             await given_up(client)  # not even taken
             with pytest.raises(EngineError) as caught:
-                await asyncio.wait_for(client.get_state("s"), 10)
+                await asyncio.wait_for(client.get_state("s"), 60)
             assert caught.value.http_status == 503 and "has not answered" in str(caught.value)
             goes_on.set()
             runner.run = works  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from kittiwake.config import ServerConfig
 from kittiwake.server.app import create_app
 from tests.server.ask import HI, asking, error_of, in_loop
@@ -107,6 +109,29 @@ async def test_uploads_and_downloads() -> None:
         assert damaged.status_code == 422 and error_of(damaged)["message"] == "the upload is damaged"
         assert (await client.put("/v1/states/other?transpose=maybe", content=b"x", headers=BYTES)).status_code == 400
     assert not list(Path(tempfile.gettempdir()).glob("kittiwake-*load-*"))
+
+
+@in_loop
+async def test_a_download_is_whole_whatever_part_of_it_is_asked_for() -> None:
+    async with asking(StubEngine()) as client:
+        await client.post("/v1/states", json={"name": "base", "prompt": "abc"})
+        for part in ("bytes=0-3", "bytes=nonsense", "items=1-2", "bytes=999999-", "bytes=0-1,3-4"):
+            got = await client.get("/v1/states/base/content", headers={"range": part})
+            assert (got.status_code, got.content, got.headers["accept-ranges"]) == (200, b"state base", "none")
+
+
+@in_loop
+async def test_files_in_between_that_find_no_room_are_told_with_507(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = StubEngine()
+    async with asking(engine) as client:
+        await client.post("/v1/states", json={"name": "base", "prompt": "abc"})
+        monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
+        for answer in (
+            await client.put("/v1/states/other", content=b"x", headers=BYTES),
+            await client.get("/v1/states/base/content"),
+        ):
+            assert answer.status_code == 507 and "nowhere" not in error_of(answer)["message"]
+    assert list(engine.states) == ["base"]
 
 
 @in_loop

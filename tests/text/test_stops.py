@@ -126,6 +126,17 @@ def test_a_stop_inside_a_syllable_split_over_tokens(world: WorldTokenizer) -> No
     assert shown[2].hit == "녕"
 
 
+@settings(max_examples=200, deadline=None)
+@given(stop_lists, letters, letters)
+def test_another_matcher_begins_anew_and_neither_disturbs_the_other(stops: list[str], one: str, other: str) -> None:
+    first = StopMatcher(stops)
+    shown = first.push(one[:5]).text
+    second = first.another()
+    result = second.push(other).text + second.flush(), second.hit
+    assert result == run(stops, [other])
+    assert (shown + first.push(one[5:]).text + first.flush(), first.hit) == run(stops, [one])
+
+
 def test_after_a_hit_everything_is_cut() -> None:
     matcher = StopMatcher(["x"])
     assert matcher.push("axb") == ("a", "x")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from kittiwake.checkpoints.reader import TensorSource
 from kittiwake.checkpoints.row_table import RowTable
-from kittiwake.device import device_memory_for
+from kittiwake.device import captured, device_memory_for, on_its_card
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateTable
@@ -28,7 +27,7 @@ from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.cuda_model import DTYPES, check_weights
 from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket
 from kittiwake.families.qwen4exp.cuda_blocks import Launch
-from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, padded, room_bytes
+from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, room_bytes
 from kittiwake.families.qwen4exp.cuda_rows import CudaRows, MetaBuffer, graph_shape, pieces_of
 from kittiwake.families.qwen4exp.cuda_trunk import CudaTrunk
 from kittiwake.families.qwen4exp.geometry import Geometry
@@ -39,11 +38,12 @@ from kittiwake.families.qwen4exp.ngram_reader import NgramReader, Ticket, begin_
 from kittiwake.families.qwen4exp.sizes import attention_shape
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.layers.cuda_experts import CudaExpertGroup, prove_experts
-from kittiwake.layers.cuda_linear import exact_products
+from kittiwake.layers.cuda_linear import exact_products, padded_row
 from kittiwake.layers.cuda_probe import pick_products
 from kittiwake.ops.block_attention.triton import AttentionRows, make_rooms
 from kittiwake.ops.block_attention.triton import workspace_bytes as attention_bytes
 from kittiwake.ops.hyper_mix.triton import mean_streams
+from kittiwake.ops.nvrtc import can_overlap
 from kittiwake.progress import Progress
 
 MOST_WANTED = 512
@@ -101,7 +101,7 @@ class Qwen4ExpCuda:
         on_card = self.place.type == "cuda"
         memory = torch.cuda.get_device_properties(self.place).total_memory if on_card else 0
         self.most_rows = most_rows_for(memory)
-        self.overlap = on_card and torch.cuda.get_device_capability(self.place)[0] >= 9
+        self.overlap = can_overlap(self.place)
         self._has_graphs = on_card
         self._trunk = CudaTrunk(g, self.element, self.place)
         self._lock = threading.RLock()
@@ -115,7 +115,9 @@ class Qwen4ExpCuda:
         self._expert_rooms = self._trunk.experts[0].make_rooms(rows)
         self._meta = MetaBuffer(rows, self.place)
         self._turns = torch.empty((rows, 4, g.rotary_size // 2), dtype=torch.float32, device=self.place)
-        self._embedded = SentRows((rows, padded(g.ngram_width)), self.element, self.place, _SENDS) if g.ngrams else None
+        self._embedded = (
+            SentRows((rows, padded_row(g.ngram_width)), self.element, self.place, _SENDS) if g.ngrams else None
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -143,12 +145,14 @@ class Qwen4ExpCuda:
         check_weights(name, tensor, self.element)
         self._trunk.takers[name](tensor)
 
+    @on_its_card
     def warm_up(self, progress: Progress | None = None) -> None:
         """Prove what runs which product on this card, and compile the kernels of prompts and steps."""
         tell: Progress = progress if progress is not None else lambda what, done, total: None
         with self._lock:
             if self.place.type == "cuda":
-                pick_products(self._trunk.groups, {self._trunk.head.key: torch.float32}, progress)
+                heads = {self._trunk.head.key: torch.float32}
+                pick_products(self._trunk.groups, heads, progress, most_rows=self.most_rows)
                 prove_experts(self._trunk.experts, progress)
             counts = [count for count in WARMING if count <= self.most_rows]
             states = CudaStateTable(self.state_spec, 1, self.place, self.state_spec.pages_for(sum(counts)))
@@ -174,6 +178,7 @@ class Qwen4ExpCuda:
 
     # -- running
 
+    @on_its_card
     def forward(
         self, batch: Batch, states: StateTable, *, hidden: Mapping[int, np.ndarray] | None = None
     ) -> np.ndarray:
@@ -203,10 +208,6 @@ class Qwen4ExpCuda:
         if reads.failures:
             raise SequencesError(reads.failures, out.numpy())
         return out.numpy()
-
-    def _exact(self) -> AbstractContextManager[None]:
-        """The library's flags for products; the CPU's stand-in for a card does not use it."""
-        return exact_products() if self.place.type == "cuda" else nullcontext()
 
     def _make_rooms_beside(self, states: CudaStateTable) -> None:
         """What forwards on these states need, whose size follows from the table's. Raises DeviceError."""
@@ -262,7 +263,7 @@ class Qwen4ExpCuda:
             return
         launch = self._launch(self._meta.fill(piece, seen), states, int((seen + np.diff(piece.starts)).max()))
         copies = partial(self._copy_streams, hidden, piece) if hidden else None
-        with self._exact():
+        with exact_products(self.place):
             for segment in range(self._trunk.segments):
                 self._bring_rows(segment, piece, reads)
                 self._trunk.run_segment(segment, launch, copies)
@@ -325,7 +326,7 @@ class Qwen4ExpCuda:
         """The captured launches of a shape on these states, one for each segment, captured now where they are the first."""
         if shape not in states.graphs:
             what = f"the graphs of {shape.rows} decoding sequences"
-            with device_memory_for(what, "take fewer slots"), self._exact():
+            with device_memory_for(what, "take fewer slots"), exact_products(self.place):
                 states.graphs[shape] = self._capture(shape, states)
         found: list[Any] = states.graphs[shape]
         return found
@@ -350,14 +351,9 @@ class Qwen4ExpCuda:
         torch.cuda.synchronize(self.place)
         if states.pool is None:
             states.pool = torch.cuda.graph_pool_handle()
-        graphs = []
-        for work in works:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=states.pool):
-                work()
-            graphs.append(graph)
-        return graphs
+        return [captured(work, states.pool) for work in works]
 
+    @on_its_card
     def capture_decoding(self, states: StateTable) -> None:
         """Capture every decode bucket that these states can need, so that no request waits for it."""
         assert isinstance(states, CudaStateTable)
@@ -394,7 +390,7 @@ def workspace_bytes(g: Geometry, rows: int, element: torch.dtype) -> int:
     experts = CudaExpertGroup(
         "", g.experts, g.width, g.expert_width, g.experts_used, g.renormalises, element, torch.device("meta")
     )
-    turns, sent = 4 * 4 * (g.rotary_size // 2), element.itemsize * padded(g.ngram_width)
+    turns, sent = 4 * 4 * (g.rotary_size // 2), element.itemsize * padded_row(g.ngram_width)
     return room_bytes(g, rows, element.itemsize) + experts.workspace_bytes(rows) + rows * (turns + sent)
 
 

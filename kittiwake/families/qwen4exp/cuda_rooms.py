@@ -11,10 +11,9 @@ import torch
 
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.sizes import attention_sizes, delta_sizes, expert_sizes
+from kittiwake.layers.cuda_linear import padded_row
 from kittiwake.ops.gated_delta.triton import made_columns
 
-ALIGN = 8
-"""Rows begin at multiples of so many values: of 16 bytes or more, as the products' kernels read them."""
 MOST_ROWS = 4096
 """Most rows of one launch; longer batches are cut, which changes no bit."""
 _ROWS_PER_GIB = 128
@@ -35,12 +34,7 @@ class Room:
 
     def nbytes(self, rows: int, element_bytes: int) -> int:
         """Bytes for so many rows."""
-        return rows * padded(self.columns) * (4 if self.is_float32 else element_bytes)
-
-
-def padded(columns: int) -> int:
-    """Columns from the beginning of a row to that of the next."""
-    return -(-columns // ALIGN) * ALIGN
+        return rows * padded_row(self.columns) * (4 if self.is_float32 else element_bytes)
 
 
 def delta_columns(g: Geometry) -> int:
@@ -77,14 +71,14 @@ class Rooms:
     def __init__(self, g: Geometry, most_rows: int, element: torch.dtype, place: torch.device) -> None:
         self._flat = {
             name: torch.empty(
-                most_rows * padded(room.columns), dtype=torch.float32 if room.is_float32 else element, device=place
+                most_rows * padded_row(room.columns), dtype=torch.float32 if room.is_float32 else element, device=place
             )
             for name, room in plan(g).items()
         }
 
     def get(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Room for ``rows`` rows, [rows, columns], never cleared; rows begin at multiples of ALIGN values."""
-        width = padded(columns)
+        """Room for ``rows`` rows, [rows, columns], never cleared; rows are padded as products load them."""
+        width = padded_row(columns)
         return self._flat[name][: rows * width].view(rows, width)[:, :columns]
 
     @property

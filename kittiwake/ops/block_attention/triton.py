@@ -46,6 +46,8 @@ PARTIAL_BYTES = 1 << 26
 """Most room for shares of splits that a launch of its own merges."""
 FEW_PROGRAMS = 64
 """Rows times key heads up to which each split has a program of its own."""
+MOST_SPLIT_PROGRAMS = 65535
+"""Most splits that have programs of their own: a card counts no further along that side of a grid."""
 SCORE_PROGRAMS = 1024
 """About so many programs share the scores of a launch."""
 
@@ -331,7 +333,7 @@ def _attend(
     values = count * shape.heads * splits
     is_split = (
         count * shape.kv_heads <= FEW_PROGRAMS
-        and splits > 1
+        and 1 < splits <= MOST_SPLIT_PROGRAMS
         and values * (shape.head_dim + 2) <= rooms.partials.shape[0]
     )
     partials, sums = rooms.partials, rooms.partials[values * shape.head_dim :] if is_split else rooms.partials

@@ -33,7 +33,9 @@ SMALLEST_SUM = 2.0**-14
 BLOCK = 512
 """Channels of a program in row kernels that take no sum over them."""
 MOST_PAIRS_AT_ONCE = 4096
-"""Pairs that a program of the grouping looks at in one step."""
+"""Pairs that a program of the grouping looks at in one step;"""
+_BLOCKS = (128, 1024)
+"""less where there are no more: few sizes, for each is compiled."""
 
 
 @dataclass(frozen=True)
@@ -398,7 +400,7 @@ def group_pairs(
     rows, top_k = chosen.shape
     count = rows * top_k
     lines = most_tiles(count, experts, bm)
-    block = min(MOST_PAIRS_AT_ONCE, max(128, triton.next_power_of_2(count)))
+    block = next((size for size in _BLOCKS if count <= size < MOST_PAIRS_AT_ONCE), MOST_PAIRS_AT_ONCE)
     group_kernel[(experts,)](
         chosen,
         chosen if owners is None else owners,

@@ -147,7 +147,7 @@ def prepare_kernel(
             _make_gates(a + n * a_stride, b + n * b_stride, rates, bias, to + GATES_AT, VALUE_HEADS, GATES, COPIES)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "slots"])
+@triton.jit(do_not_specialize_on_alignment=["starts", "slots", "state"])
 def scan_kernel(
     made,  # float32 as above; o is written in place of v
     starts,  # int32 [B + 1]
@@ -174,7 +174,12 @@ def scan_kernel(
     first = tl.load(starts + sequence)
     last = tl.load(starts + sequence + 1)
     slot = tl.load(slots + sequence).to(tl.int64)
-    own = state + (slot * VALUE_HEADS + head) * (K * V) + keys[:, None] * V + columns[None, :]
+    own_head = state + (slot * VALUE_HEADS + head) * (K * V)
+    if (
+        K * V % 4 == 0
+    ):  # told by the sizes alone: where a table begins is no reason for another kernel, which may round else
+        own_head = tl.multiple_of(own_head, 16)
+    own = own_head + keys[:, None] * V + columns[None, :]
     s = tl.load(own, mask=inside & (first < last), other=0.0)
     if OVERLAP:
         gdc_launch_dependents()

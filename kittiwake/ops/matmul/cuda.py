@@ -89,4 +89,4 @@ def activate(out: torch.Tensor, column: int, columns: int, activation: str) -> N
     """Apply an activation to some columns of a product [M, *], in place, as the fused one would."""
     part = out[:, column : column + columns]
     kernel = _activate(out.dtype)
-    kernel((-(-columns // 2048), out.shape[0], 1), 256, (part, columns, out.stride(0), ACTIVATIONS[activation]))
+    kernel((out.shape[0], -(-columns // 2048), 1), 256, (part, columns, out.stride(0), ACTIVATIONS[activation]))

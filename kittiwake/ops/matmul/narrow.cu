@@ -19,9 +19,9 @@ __device__ __forceinline__ float activated(float x, int activation) {
 
 // The same on a product that stands in memory: columns of y [rows, y_stride], in place; 8 of them a thread.
 extern "C" __global__ void __launch_bounds__(256) activate(elem* y, int columns, int y_stride, int activation) {
-  const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
+  const int column = (blockIdx.y * 256 + threadIdx.x) * 8;
   if (column >= columns) return;
-  elem* here = y + (size_t)blockIdx.y * y_stride + column;
+  elem* here = y + (size_t)blockIdx.x * y_stride + column;
 #if DT != 0
   if (column + 8 <= columns && (unsigned long long)here % 16 == 0) {
     uint4 words = *(uint4*)here;

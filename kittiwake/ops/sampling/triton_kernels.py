@@ -329,6 +329,7 @@ def settle(  # type: ignore[no-untyped-def]
                 else:
                     high = middle - 1
             floor = tl.maximum(floor, low)
+        tl.debug_barrier()  # every thread has read the floor of top_k before it is written over
         tl.store(floors + row, floor.to(tl.int32))
         if not BY_MASS:  # noqa: SIM102 (the first is known when compiling)
             if wants_mass & (best >= 0):

@@ -20,6 +20,8 @@ MAX_WHOLE_LOGPROBS = 1 << 22
 """Log-probabilities of an answer that is collected before it is sent."""
 MAX_PROMPT_LOGPROBS = 1 << 18
 """And of the prompts of one request."""
+MAX_COPIED_TOKENS = 1 << 24
+"""Tokens of the prompts of all answers of one request."""
 
 
 def check_size(service: Service, prompts: int, params: SamplingParams, stream: bool) -> None:
@@ -37,6 +39,14 @@ def check_size(service: Service, prompts: int, params: SamplingParams, stream: b
             param="logprobs",
             code="too_many",
         )
+
+
+def check_copies(tokens: int, n: int) -> None:
+    """Raise ApiError (400) for more copies of prompts of ``tokens`` tokens in all than one request may ask for: each answer
+    keeps one."""
+    if n > 1 and tokens * n > MAX_COPIED_TOKENS:
+        message = f"n: {n} answers to {tokens} tokens of prompt are more than {MAX_COPIED_TOKENS} tokens in all"
+        raise ApiError(400, message, param="n", code="too_many")
 
 
 def check_echo(service: Service, chars: int, tokens: int, params: SamplingParams) -> None:

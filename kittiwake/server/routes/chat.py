@@ -15,7 +15,7 @@ from kittiwake.server.body import read_json
 from kittiwake.server.conversation import Conversation, check_messages, render, render_after, with_reasoning
 from kittiwake.server.openapi import answers_in, body_of
 from kittiwake.server.params import chat_params
-from kittiwake.server.routes.answering import answer, check_size, wishes
+from kittiwake.server.routes.answering import answer, check_copies, check_size, wishes
 from kittiwake.server.schema import ChatMessage, ChatRequest
 from kittiwake.server.service import Served, Service, beside
 from kittiwake.server.writers import ChatWriter
@@ -37,12 +37,14 @@ def chat_router(service: Service) -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         asked = await read_json(request, ChatRequest, service.config.max_body_bytes)
+        service.check_states_of(asked)
         served = service.model(asked.model)
         params = chat_params(asked, service.config)
         check_size(service, 1, params, bool(asked.stream))
         follows = asked.state is not None and (await service.client.get_state(asked.state)).tokens > 0
         size = text_size(asked.messages)
         template, found = await beside(size, "messages", lambda: _prepare(served, asked, follows))
+        check_copies(len(found.ids), params.n)
         params = with_stops(params, template, asked)
         borders = () if asked.state is not None else found.borders
         told = wishes(asked, bool(asked.logprobs))

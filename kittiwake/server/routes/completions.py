@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter
@@ -12,12 +12,11 @@ from starlette.responses import Response
 from kittiwake.errors import KittiwakeError
 from kittiwake.server.api_errors import ApiError
 from kittiwake.server.body import read_json
-from kittiwake.server.engine_client import PromptScores, Submission
 from kittiwake.server.openapi import answers_in, body_of
 from kittiwake.server.params import completion_params
-from kittiwake.server.routes.answering import answer, check_echo, check_size, wishes
+from kittiwake.server.routes.answering import answer, check_copies, check_echo, check_size, wishes
 from kittiwake.server.schema import CompletionRequest
-from kittiwake.server.service import Served, Service, beside
+from kittiwake.server.service import Served, Service, beside, later
 from kittiwake.server.sse import ClientGoneError, while_connected
 from kittiwake.server.writers import CompletionWriter
 
@@ -34,6 +33,7 @@ def completions_router(service: Service) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         asked = await read_json(request, CompletionRequest, service.config.max_body_bytes)
+        service.check_states_of(asked)
         served = service.model(asked.model)
         params = completion_params(asked, service.config)
         prompts = as_prompts(asked.prompt)
@@ -44,17 +44,19 @@ def completions_router(service: Service) -> APIRouter:
             )
         size = sum(len(prompt) for prompt in prompts)
         ids = await beside(size, "prompt", lambda: [encode(served, p, bool(asked.parse_special)) for p in prompts])
+        check_copies(sum(map(len, ids)), params.n)
         submissions = [service.submission(request, asked, one, params) for one in ids]
         scores, echoed = None, None
         if asked.echo:
             echoed = await beside(size, "prompt", lambda: [_text_of(served, prompt) for prompt in prompts])
             check_echo(service, sum(map(len, echoed)), sum(map(len, ids)), params)
             if params.logprobs:
+                begun_s, scoring = time.monotonic(), service.score(submissions, params.top_logprobs)
                 try:
-                    scoring = _score(service, submissions, params.top_logprobs)
                     scores = await while_connected(request.receive, scoring)
                 except ClientGoneError:
                     return Response(status_code=499)
+                submissions = [later(one, begun_s) for one in submissions]
         writer = CompletionWriter(
             service.head("cmpl", served),
             ids,
@@ -108,7 +110,3 @@ def decode(served: Served, ids: Sequence[int]) -> str:
         return served.tokenizer.decode(ids)
     except KittiwakeError as error:
         raise ApiError.of(error) from None
-
-
-async def _score(service: Service, submissions: Sequence[Submission], top: int) -> list[PromptScores]:
-    return list(await asyncio.gather(*(service.score(one, top) for one in submissions)))

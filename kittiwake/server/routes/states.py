@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from dataclasses import replace
@@ -13,19 +14,21 @@ from fastapi import Path as InPath
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from kittiwake.engine.request import SamplingParams
 from kittiwake.server.api_errors import ApiError, JsonResponse
 from kittiwake.server.body import read_json, save_body
 from kittiwake.server.conversation import check_messages, render_seen, with_reasoning
 from kittiwake.server.engine_client import EngineError, NamedState, Submission
-from kittiwake.server.gate import is_loopback
 from kittiwake.server.openapi import answers_in, body_of, upload_body
 from kittiwake.server.routes.chat import text_size
 from kittiwake.server.routes.completions import encode
 from kittiwake.server.schema import STATE_NAME, ForkStateRequest, MakeStateRequest
 from kittiwake.server.service import Served, Service, beside
 from kittiwake.server.sse import ClientGoneError, while_connected
+
+logger = logging.getLogger("kittiwake.server")
 
 _NAME = InPath(pattern=STATE_NAME, description="name of a state")
 
@@ -35,14 +38,9 @@ def states_router(service: Service) -> APIRouter:
     router = APIRouter()
     config = service.config
 
-    def check_may_control() -> None:
-        """Raise ApiError (403) where anyone at all could change what others work with."""
-        if not config.api_keys and not is_loopback(config.host):
-            raise ApiError(403, "states need an API key on a server that others can reach (start it with --api-key)")
-
     @router.get("/v1/states", summary="All named states", responses=answers_in("list", 403))
     async def list_states() -> Response:
-        check_may_control()
+        service.check_may_control()
         return JsonResponse({"object": "list", "data": [_shown(one) for one in await service.client.list_states()]})
 
     @router.post(
@@ -53,7 +51,7 @@ def states_router(service: Service) -> APIRouter:
         responses=answers_in("state", 403, 404, 409, 429, ok=201),
     )
     async def make_state(request: Request) -> Response:
-        check_may_control()
+        service.check_may_control()
         asked = await read_json(request, MakeStateRequest, config.max_body_bytes)
         served = service.model(asked.model)
         follows = asked.state is not None and (await service.client.get_state(asked.state)).tokens > 0
@@ -71,7 +69,7 @@ def states_router(service: Service) -> APIRouter:
 
     @router.get("/v1/states/{name}", summary="One of them", responses=answers_in("state", 403, 404))
     async def get_state(name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         return JsonResponse(_shown(await service.client.get_state(name)))
 
@@ -87,12 +85,12 @@ def states_router(service: Service) -> APIRouter:
         name: str = _NAME,
         transpose: bool = Query(False, description="matrices of an initial state are [K, V] a head"),
     ) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/octet-stream":
             raise ApiError(415, f"the content type is {kind[:80]!r}, expected application/octet-stream")
-        with tempfile.TemporaryDirectory(prefix="kittiwake-upload-") as folder:
+        with _temporary_folder("upload") as folder:
             path = Path(folder) / "upload"
             if await save_body(request, path, config.max_state_bytes) == 0:
                 raise ApiError(400, "the body is empty, expected the bytes of a state", code="invalid_value")
@@ -106,22 +104,23 @@ def states_router(service: Service) -> APIRouter:
     @router.get(
         "/v1/states/{name}/content",
         summary="Download a state: kittiwake run --load-state reads it, and PUT takes it back",
-        responses=answers_in("bytes", 403, 404),
+        responses=answers_in("bytes", 403, 404, 507),
     )
     async def download_state(name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
-        folder = tempfile.TemporaryDirectory(prefix="kittiwake-download-")
+        folder = _temporary_folder("download")
         try:
             path = Path(folder.name) / "state"
             await service.client.export_state(name, path)
         except BaseException:
             folder.cleanup()
             raise
-        return FileResponse(
+        return _WholeFile(
             path,
             media_type="application/octet-stream",
             filename=f"{name}.state",
+            headers={"accept-ranges": "none"},
             background=BackgroundTask(folder.cleanup),
         )
 
@@ -133,19 +132,37 @@ def states_router(service: Service) -> APIRouter:
         responses=answers_in("state", 403, 404, 409, ok=201),
     )
     async def fork_state(request: Request, name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         asked = await read_json(request, ForkStateRequest, config.max_body_bytes)
         return JsonResponse(_shown(await service.client.fork_state(name, asked.name)), 201)
 
     @router.delete("/v1/states/{name}", summary="Forget a state", responses=answers_in("deleted", 403, 404))
     async def delete_state(name: str = _NAME) -> Response:
-        check_may_control()
+        service.check_may_control()
         _check_name(name)
         await service.client.delete_state(name)
         return JsonResponse({"id": name, "object": "state.deleted", "deleted": True})
 
     return router
+
+
+class _WholeFile(FileResponse):
+    """A file that is never sent in parts: each request writes it anew, so that parts of two may not fit together."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        headers = [one for one in scope["headers"] if one[0] not in (b"range", b"if-range")]
+        await super().__call__({**scope, "headers": headers}, receive, send)
+
+
+def _temporary_folder(what: str) -> tempfile.TemporaryDirectory[str]:
+    """Raises ApiError (507) where none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=f"kittiwake-{what}-")
+    except OSError as error:
+        logger.error("no temporary folder can be made: %s", error)
+        raise ApiError(507, "the server has no room for temporary files; its log says why") from None
 
 
 def _check_name(name: str) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from kittiwake.bench.draw import made
 from kittiwake.bench.qwen4exp_shapes import Qwen4ExpShape, one_table, qwen4exp_config, qwen4exp_recipes
@@ -23,14 +23,15 @@ from kittiwake.engine.request import SamplingParams
 from kittiwake.engine.states import SavedState, StateTable
 from kittiwake.errors import DeviceError, PagesError
 from kittiwake.families.contract import Model, SequencesError
+from kittiwake.families.cuda_rows import Shape
 from kittiwake.families.qwen4exp import cuda_model
 from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
-from kittiwake.families.qwen4exp.cuda_rows import graph_shape
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.load import TensorDict
 from tests.engine.drive import ask, make_engine
 from tests.families.agreement import Run, same_run
-from tests.ops.interpreted_kernels import make_interpretable
+from tests.families.recorded_graphs import recorded_graphs
+from tests.ops.interpreted_kernels import dot_in_order, make_interpretable
 from tests.oracles.measure import relative_error
 
 CPU = torch.device("cpu")
@@ -50,6 +51,7 @@ TENSORS = made(one_table(SHAPE, qwen4exp_recipes(SHAPE, 5, torch.float32)))
 def _interpretable() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         make_interpretable(patch)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
         yield
 
 
@@ -141,23 +143,25 @@ def test_a_crowd_changes_no_bit() -> None:
     assert all(parts[name].tobytes() == part.tobytes() for name, part in whole()[1].items())
 
 
-def test_steps_as_graphs_launch_them_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five sequences in a bucket of six, for the longest sequence that the table could hold; the spare one touches nothing."""
+def test_replayed_steps_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sequences in a bucket of six, for the longest sequence that the table could hold; the spare one touches nothing.
+
+    Captured before a token has come, then replayed at two places of the text.
+    """
     model = on_card()
-
-    def works_for(piece: Any, states: CudaStateTable) -> Any:
-        shape = graph_shape(piece, 512)
-        return shape and (shape, [SimpleNamespace(replay=work) for work in model._works(shape, states)])
-
     states = table_of(model, slots=5, pages=6)
     slots = [states.allocate() for _ in range(5)]
-    model.forward(Batch.pack([(slots[0], IDS[:11])], [[]]), states)
-    for slot in slots[1:]:
-        states.restore(slot, states.save(slots[0]))
-    monkeypatch.setattr(model, "_graphs_for", works_for)
-    for at in (11, 12):
-        logits = model.forward(Batch.pack([(slot, [IDS[at]]) for slot in slots], [[0], [0], [], [0], [0]]), states)
-        assert [row.tobytes() for row in logits] == [whole()[0][at].tobytes()] * 4
+    with recorded_graphs():
+        monkeypatch.setattr(model, "_has_graphs", True)
+        model._make_rooms_beside(states)
+        model._graphs(Shape(True, 6, 6, 6), states)
+        monkeypatch.setattr(model, "_capture", None)
+        model.forward(Batch.pack([(slots[0], IDS[:11])], [[]]), states)
+        for slot in slots[1:]:
+            states.restore(slot, states.save(slots[0]))
+        for at in (11, 12):
+            logits = model.forward(Batch.pack([(slot, [IDS[at]]) for slot in slots], [[0], [0], [], [0], [0]]), states)
+            assert [row.tobytes() for row in logits] == [whole()[0][at].tobytes()] * 4
     for slot in slots:
         parts = states.save(slot).parts
         assert all(parts[name].tobytes() == part.tobytes() for name, part in whole()[1].items())

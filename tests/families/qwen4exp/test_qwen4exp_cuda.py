@@ -23,11 +23,12 @@ from kittiwake.engine.states import SCRATCH_SLOT, StateTable
 from kittiwake.errors import DeviceError
 from kittiwake.families.cuda_rows import Shape
 from kittiwake.families.qwen4exp.cuda_model import all_workspace_bytes, workspace_bytes
-from kittiwake.families.qwen4exp.cuda_rooms import ALIGN, MOST_ROWS, Rooms, most_rows_for, plan, room_bytes
+from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, plan, room_bytes
 from kittiwake.families.qwen4exp.cuda_rows import MetaBuffer, graph_shape, pieces_of
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.state import state_spec
+from kittiwake.layers.cuda_linear import ROW_PADDING
 from kittiwake.load import TensorDict, choose_device
 from tests.ops.without_card import run_interpreted
 
@@ -113,7 +114,7 @@ def test_rows_of_rooms_begin_where_products_read_them() -> None:
     rooms = Rooms(g, 32, torch.bfloat16, CPU)
     for name, room in plan(g).items():
         view = rooms.get(name, 32, room.columns)
-        assert view.shape == (32, room.columns) and view.stride(0) % ALIGN == 0 and view.stride(1) == 1
+        assert view.shape == (32, room.columns) and view.stride(0) % ROW_PADDING == 0 and view.stride(1) == 1
     assert rooms.get("low", 3, 13).data_ptr() == rooms.get("low", 32, 17).data_ptr()
 
 

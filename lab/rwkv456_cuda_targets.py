@@ -76,7 +76,7 @@ class Speeds:
 
     def __init__(self, shape: str, dtype: str, slots: int) -> None:
         began = time.perf_counter()
-        self.runs = Runs(load_random(shape, EngineConfig(device="cuda", dtype=dtype)).model, slots)
+        self.runs = Runs(load_random(shape, EngineConfig(device="cuda", dtype=dtype)).model, slots + 1)
         self.model: Any = self.runs.model
         torch.cuda.synchronize()
         self.slots = self.runs.slots(slots)

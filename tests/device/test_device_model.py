@@ -15,12 +15,12 @@ from kittiwake.bench.random import load_random
 from kittiwake.bench.shapes import SHAPES, Rwkv7Shape, random_rwkv7, small
 from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import SavedState, StateTable
 from kittiwake.families.contract import Model
 from kittiwake.load import load_tensors
+from tests.device.answers import Answers, answers_of, answers_of_cpu, check_answers
 from tests.device.ledger import LEDGER
 from tests.device.runs import Runs, Trace, same_logits
-from tests.oracles.measure import relative_error
 
 pytestmark = pytest.mark.device
 ODD = small(3, 96, 32)  # ranks that are no multiples of 8, so other kernels than published shapes take
@@ -62,36 +62,24 @@ def middling(dtype: str) -> tuple[Runs, Trace]:
 # Right
 
 
+IDS = np.random.default_rng(5).integers(0, 256, 40).tolist()
+
+
+@cache
+def on_cpu(name: str) -> Answers:
+    """In float32."""
+    shape = COMPARED[name]
+    return answers_of_cpu(f"rwkv-7 {name}", lambda: on("cpu", shape, "fp32"), IDS, (0, 1, shape.layers), 40)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_states_and_hidden_are_those_of_the_cpu(name: str, dtype: str) -> None:
     """The CPU computes in float32 with the same weights; a state goes from the one to the other half-way."""
-    shape = COMPARED[name]
-    ids = np.random.default_rng(5).integers(0, shape.vocab, 40).tolist()
-    wanted = [list(range(40))]
-    found, states, hidden = {}, {}, {}
-    for device in ("cpu", "cuda"):
-        model = on("cpu", shape, "fp32") if device == "cpu" else on_card(shape, dtype)
-        runs = Runs(model, slots=2)
-        slot, second = runs.slots(2)
-        arrays = {layer: np.full((40, shape.width), np.nan, np.float32) for layer in (0, 1, shape.layers)}
-        found[device] = model.forward(Batch.pack([(slot, ids)], wanted), runs.states, hidden=arrays)
-        hidden[device], states[device] = arrays, runs.states.save(slot)
-        assert int(runs.states.positions[slot]) == 40
-        if device == "cuda":
-            runs.states.restore(second, states["cpu"])
-            moved = runs.forward([(second, ids)], wanted)
-        else:
-            onward = runs.forward([(slot, ids)], wanted)
-    limit = ERRORS[dtype]
-    assert LEDGER.figure(f"{name} {dtype}: logits against the CPU", relative_error(found["cuda"], found["cpu"])) < limit
-    for part, array in states["cpu"].parts.items():
-        error = relative_error(states["cuda"].parts[part], array)
-        assert LEDGER.figure(f"{name} {dtype}: {part} against the CPU", error) < limit
-    for layer, array in hidden["cpu"].items():
-        error = relative_error(hidden["cuda"][layer], array)
-        assert LEDGER.figure(f"{name} {dtype}: residual stream against the CPU", error) < limit
-    assert relative_error(moved, onward) < limit
+    expected, shape = on_cpu(name), COMPARED[name]
+    start = SavedState(len(IDS), expected.parts)
+    found = answers_of(on_card(shape, dtype), IDS, (0, 1, shape.layers), 40, start)
+    check_answers(found, expected, f"{name} {dtype}", ERRORS[dtype])
 
 
 def test_float16_stays_finite_where_keys_are_large() -> None:

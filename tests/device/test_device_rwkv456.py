@@ -13,11 +13,11 @@ import torch
 from kittiwake.bench.rwkv4_shapes import Rwkv4Shape, random_rwkv4
 from kittiwake.bench.rwkv56_shapes import Rwkv5Shape, Rwkv6Shape, random_rwkv5, random_rwkv6
 from kittiwake.config import EngineConfig
-from kittiwake.engine.batch import Batch
-from kittiwake.engine.states import StateTable
+from kittiwake.engine.states import SavedState, StateTable
 from kittiwake.families.contract import Model
 from kittiwake.load import Loaded, load_tensors
 from kittiwake.verify.laws import verify
+from tests.device.answers import Answers, answers_of, answers_of_cpu, check_answers
 from tests.device.ledger import LEDGER
 from tests.device.runs import Runs, Trace, same_logits
 from tests.oracles.measure import relative_error
@@ -33,7 +33,9 @@ CASES: dict[str, tuple[Callable[..., Tensors], Any, dict[str, Any]]] = {
     "6": (random_rwkv6, Rwkv6Shape(8, 128, 8, 16, 64, vocab=256), {}),
     "6, odd ranks": (random_rwkv6, Rwkv6Shape(3, 60, 3, 5, 10, vocab=256), {}),
 }  # fmt: skip
+COMPARED = CASES
 ERRORS = {"fp32": 2e-5, "fp16": 5e-2, "bf16": 3e-1}
+GROUPED_BY = ("name", "dtype")
 every_case = pytest.mark.parametrize("name", CASES)
 every_dtype = pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 
@@ -61,32 +63,24 @@ def traced(name: str, dtype: str) -> tuple[Runs, Trace]:
     return runs, runs.trace(66)
 
 
+IDS = np.random.default_rng(5).integers(0, 256, 40).tolist()
+
+
+@cache
+def on_cpu(name: str) -> Answers:
+    """In float32."""
+    layers = (0, 1, CASES[name][1].layers)
+    return answers_of_cpu(f"rwkv-{name}", lambda: model_of(name, "cpu", "fp32"), IDS, layers, 40)
+
+
 @every_dtype
 @every_case
 def test_logits_states_and_hidden_are_those_of_the_cpu(name: str, dtype: str) -> None:
     """The CPU computes in float32 with the same weights; a state goes from the one to the other half-way."""
-    ids = np.random.default_rng(5).integers(0, 256, 40).tolist()
-    wanted = [list(range(40))]
-    found, states, hidden, onward = {}, {}, {}, {}
-    for device in ("cpu", "cuda"):
-        model = model_of(name, device, "fp32" if device == "cpu" else dtype)
-        layers, width = model.config.layers, model.config.width
-        runs = Runs(model, slots=2)
-        slot, second = runs.slots(2)
-        arrays = {layer: np.full((40, width), np.nan, np.float32) for layer in (0, 1, layers)}
-        found[device] = model.forward(Batch.pack([(slot, ids)], wanted), runs.states, hidden=arrays)
-        hidden[device], states[device] = arrays, runs.states.save(slot)
-        runs.states.restore(second, states["cpu"])
-        onward[device] = runs.forward([(second, ids)], wanted)
-    limit = ERRORS[dtype]
-    assert LEDGER.figure(f"{name} {dtype}: logits against the CPU", relative_error(found["cuda"], found["cpu"])) < limit
-    for part, array in states["cpu"].parts.items():
-        error = relative_error(states["cuda"].parts[part], array)
-        assert LEDGER.figure(f"{name} {dtype}: {part} against the CPU", error) < limit
-    for layer, array in hidden["cpu"].items():
-        error = relative_error(hidden["cuda"][layer], array)
-        assert LEDGER.figure(f"{name} {dtype}: residual stream against the CPU", error) < limit
-    assert relative_error(onward["cuda"], onward["cpu"]) < limit
+    expected, last = on_cpu(name), CASES[name][1].layers
+    start = SavedState(len(IDS), expected.parts)
+    found = answers_of(model_of(name, "cuda", dtype), IDS, (0, 1, last), 40, start)
+    check_answers(found, expected, f"{name} {dtype}", ERRORS[dtype])
 
 
 @every_dtype
@@ -100,10 +94,11 @@ def test_splits_and_crowds_have_the_bits_of_single_steps(name: str, dtype: str) 
     assert LEDGER.holds(f"chunked = stepwise, RWKV-{name[0]}") and LEDGER.holds(f"alone = in a crowd, RWKV-{name[0]}")
 
 
+@pytest.mark.parametrize("dtype", ["fp16"])
 @every_case
-def test_decoding_at_every_bucket_has_the_bits_of_one_alone(name: str) -> None:
+def test_decoding_at_every_bucket_has_the_bits_of_one_alone(name: str, dtype: str) -> None:
     """Few sequences take other kernels than many: low-rank products inside, other layouts of products."""
-    runs, trace = traced(name, "fp16")
+    runs, trace = traced(name, dtype)
     for count in (1, 2, 4, 5, 9, 33, 47):
         slots = runs.slots(count)
         for token in trace.ids[:3]:
@@ -114,9 +109,10 @@ def test_decoding_at_every_bucket_has_the_bits_of_one_alone(name: str) -> None:
     assert LEDGER.holds(f"bucket = alone, RWKV-{name[0]}")
 
 
+@pytest.mark.parametrize("dtype", ["fp32"])
 @every_case
-def test_states_are_saved_and_come_back_by_way_of_the_host(name: str) -> None:
-    runs, trace = traced(name, "fp32")
+def test_states_are_saved_and_come_back_by_way_of_the_host(name: str, dtype: str) -> None:
+    runs, trace = traced(name, dtype)
     home, away = runs.slots(2)
     runs.forward([(home, trace.ids[:17])])
     between = StateTable(runs.model.state_spec, 1)
@@ -129,17 +125,19 @@ def test_states_are_saved_and_come_back_by_way_of_the_host(name: str) -> None:
     assert LEDGER.holds("restored = fresh")
 
 
+@pytest.mark.parametrize("dtype", ["fp16"])
 @every_case
-def test_every_law_holds(name: str) -> None:
-    for law in verify(loaded(name, "cuda", "fp16"), EngineConfig(device="cuda", dtype="fp16")):
+def test_every_law_holds(name: str, dtype: str) -> None:
+    for law in verify(loaded(name, "cuda", dtype), EngineConfig(device="cuda", dtype=dtype)):
         assert law.cases > 0
         LEDGER.case(f"verify, RWKV-{name[0]}", law.differing == 0)
     assert LEDGER.holds(f"verify, RWKV-{name[0]}")
 
 
-def test_a_fresh_slot_begins_with_nothing_on_the_card_too() -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("4", "fp32")])
+def test_a_fresh_slot_begins_with_nothing_on_the_card_too(name: str, dtype: str) -> None:
     """RWKV-4's largest exponent begins far below zero: a first key of -110 has all the weight."""
-    runs = Runs(model_of("4", "cuda", "fp32"), slots=2)
+    runs = Runs(model_of(name, "cuda", dtype), slots=2)
     (slot,) = runs.slots(1)
     assert float(runs.states.part("top")[:, slot].max()) == float(np.float32(-1e38))
     runs.forward([(slot, [1, 2])])
@@ -148,26 +146,28 @@ def test_a_fresh_slot_begins_with_nothing_on_the_card_too() -> None:
     assert again == slot and float(runs.states.part("top")[:, again].max()) == float(np.float32(-1e38))
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("4", "fp32")])
 @pytest.mark.parametrize("every", [1, 2])
-def test_the_epsilons_of_a_halved_stream_are_those_of_the_cpu(every: int) -> None:
+def test_the_epsilons_of_a_halved_stream_are_those_of_the_cpu(every: int, name: str, dtype: str) -> None:
     ids = np.random.default_rng(3).integers(0, 256, 20).tolist()
     logits = {}
     for device in ("cpu", "cuda"):
-        config = EngineConfig(device=device, dtype="fp32", rescale_every=every)
-        runs = Runs(load_tensors(tensors("4"), config).model, slots=2)
+        config = EngineConfig(device=device, dtype=dtype, rescale_every=every)
+        runs = Runs(load_tensors(tensors(name), config).model, slots=2)
         (slot,) = runs.slots(1)
         logits[device] = runs.forward([(slot, ids)], [list(range(20))])
     assert relative_error(logits["cuda"], logits["cpu"]) < ERRORS["fp32"]
 
 
+@pytest.mark.parametrize("dtype", ["fp16"])
 @pytest.mark.parametrize("name", ["4", "5.2, logarithm of the bonus", "6"])
-def test_float16_stays_finite_where_late_blocks_add_more_than_it_holds(name: str) -> None:
+def test_float16_stays_finite_where_late_blocks_add_more_than_it_holds(name: str, dtype: str) -> None:
     """Outputs of up to 67,000 to 118,000 in layers 6 and 7, whose weights are halved for float16."""
     given = dict(tensors(name))
     for ending, factor in (("ffn.key.weight", 60), ("ffn.value.weight", 8)):
         for layer in (6, 7):
             given[f"blocks.{layer}.{ending}"] = given[f"blocks.{layer}.{ending}"] * factor
-    runs = Runs(load_tensors(given, EngineConfig(device="cuda", dtype="fp16")).model, slots=2)
+    runs = Runs(load_tensors(given, EngineConfig(device="cuda", dtype=dtype)).model, slots=2)
     trace = runs.trace(30)
     assert np.isfinite(trace.logits).all()
     assert runs.split(trace, [30])

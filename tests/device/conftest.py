@@ -90,5 +90,5 @@ def _untuned() -> Iterator[None]:
         patch.setattr(cuda_probe, "_tune", pick)
         patch.setattr(cuda_probe, "_keep", lambda *_: None)
         patch.setattr(cuda_model, "WARMING", (1, 3, 16, 64))  # the rest is compiled where a test needs it
-        patch.setattr(states, "_free_on_card", lambda: min(free(), 2 * MOST_GROWING_BYTES))
+        patch.setattr(states, "_free_on_card", lambda place: min(free(place), 2 * MOST_GROWING_BYTES))
         yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,8 @@ from kittiwake.engine.request import SamplingParams
 from kittiwake.errors import KittiwakeError
 from kittiwake.ops.sampling import reference, triton_kernels
 from kittiwake.ops.sampling.cases import hostile_rows, not_finite_rows, random_rows
-from kittiwake.ops.sampling.triton import DeviceSampler
+from kittiwake.ops.sampling.triton import DeviceSampler, _Pool
+from tests.ops.hazards import watched
 from tests.ops.sampling.borders import adjusted, may_come
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -27,6 +31,21 @@ KINDS = (
     SamplingParams(temperature=1e-30, top_p=0.9, seed=9),
     SamplingParams(temperature=1e30, top_k=2, seed=10),
 )
+
+
+@pytest.fixture(autouse=True)
+def _watched_with_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels find marks and biases by their addresses."""
+    pools: list[_Pool] = []
+    make = _Pool.__init__
+
+    def kept(self: _Pool, *given: Any) -> None:
+        make(self, *given)
+        pools.append(self)
+
+    monkeypatch.setattr(_Pool, "__init__", kept)
+    with watched(lambda: [chunk for pool in pools for chunk in pool._chunks]):
+        yield
 
 
 def draw(sampler: DeviceSampler, logits: np.ndarray, slots: list[int], greedy_only: bool = False) -> list[int]:

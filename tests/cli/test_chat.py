@@ -21,9 +21,10 @@ from kittiwake.cli.chat import AnswerWriter
 
 from .conftest import Call
 
-# A terminal of its own, so that Ctrl-C is what a terminal makes of it: a signal.
+# A terminal of its own, so that Ctrl-C is what a terminal makes of it: a signal. Who runs the tests may ignore it.
 LAUNCH = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from kittiwake.cli.main import main
 sys.exit(main(sys.argv[1:]))
@@ -73,10 +74,10 @@ class Terminal:
 
     def interrupt_until(self, text: str) -> str:
         """Ctrl-C, again where nothing came of it: a line editor misses one that comes before it begins to wait."""
-        for _ in range(20):
+        for _ in range(6):
             self.type("\x03")
             with suppress(AssertionError):
-                return self.wait_for(text, seconds=3)
+                return self.wait_for(text, seconds=10)
         raise AssertionError(f"no {text!r} in {self.seen!r}")
 
     def end(self) -> int:

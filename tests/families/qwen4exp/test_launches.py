@@ -17,12 +17,13 @@ from kittiwake.bench.qwen4exp_shapes import QWEN4EXP_SHAPES, Qwen4ExpShape
 from kittiwake.bench.random import RandomSource, RandomWeights
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.families.cuda_rows import Shape
-from kittiwake.families.qwen4exp.cuda_blocks import Launch, attention_shape
+from kittiwake.families.qwen4exp.cuda_blocks import Launch
 from kittiwake.families.qwen4exp.cuda_rooms import Rooms
-from kittiwake.families.qwen4exp.cuda_rows import CudaRows, _length, _split
+from kittiwake.families.qwen4exp.cuda_rows import MetaBuffer
 from kittiwake.families.qwen4exp.cuda_trunk import CudaTrunk
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.families.qwen4exp.geometry import Geometry
+from kittiwake.families.qwen4exp.sizes import attention_shape
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.layers.cuda_linear import padded_row
 from kittiwake.ops.block_attention.triton import AttentionRows, make_rooms
@@ -86,12 +87,12 @@ class Model:
         self._turns = torch.empty((MOST_ROWS, 4, g.rotary_size // 2), device=META)
         self._embedded = torch.empty((MOST_ROWS, padded_row(g.ngram_width)), dtype=element, device=META)
         self._attention = make_rooms(attention_shape(g), MOST_ROWS, 40 * spec.page_tokens, element, META)
-        self._meta = torch.empty(_length(Shape(False, *[MOST_ROWS] * 3)), dtype=torch.int32, device=META)
+        self._meta = MetaBuffer(MOST_ROWS, torch.device("cpu"))
         self._logits = torch.empty((48, g.vocab_size), device=META)
 
     def launch(self, shape: Shape, most_keys: int | None) -> None:
         """Every segment, and the logits."""
-        rows = CudaRows(shape, *_split(self._meta, shape))
+        rows = self._meta.views(shape)
         attention = AttentionRows(
             rows.owners, rows.starts, rows.slots, rows.seen, rows.positions, self._turns[: shape.rows]
         )

@@ -22,6 +22,7 @@ processes would find it taken."""
 
 def pytest_configure(config: pytest.Config) -> None:
     """One process gathers what all tell."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of a group are run by one process of pytest-xdist")
     if not hasattr(config, "workerinput"):
         path = os.environ.get("KITTIWAKE_DEVICE_REPORT")
         config.pluginmanager.register(_Gatherer(Summary(Path(path) if path else None)))

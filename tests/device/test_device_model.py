@@ -23,6 +23,7 @@ from tests.device.ledger import LEDGER
 from tests.device.runs import Runs, Trace, same_logits
 
 pytestmark = pytest.mark.device
+GROUPED_BY = ("name", "dtype")
 ODD = small(3, 96, 32)  # ranks that are no multiples of 8, so other kernels than published shapes take
 TENS = small(3, 60, 10)
 MIDDLE = replace(SHAPES["0.1b"], layers=6, vocab=256)

@@ -27,6 +27,7 @@ if torch.cuda.is_available():
     from kittiwake.ops.matmul.triton import Config
 
 pytestmark = pytest.mark.device
+GROUPED_BY = ("name", "activation")
 ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 33, 63, 64, 65, 127, 257, 513)
 MOST = 600
 HALVES = (torch.float16, torch.bfloat16)

@@ -19,6 +19,7 @@ if torch.cuda.is_available():
     from tests.ops.cuda_pieces import EPS, check_shift, shift_mix
 
 pytestmark = pytest.mark.device
+GROUPED_BY = ("dtype",)
 WIDE = tuple(ShiftMixCase(Packed(lengths), 768 + index, 6, index % 2 == 0) for index, lengths in enumerate(LENGTHS))
 cases = pytest.mark.parametrize("case", [*CASES, *WIDE], ids=str)
 

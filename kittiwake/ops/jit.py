@@ -28,6 +28,8 @@ _OF_CARDS = (
     "nvrtc.py",
     "triton.py",
     "triton_kernels.py",
+    "triton_launch.py",
+    "triton_math.py",
     "triton_select.py",
     "triton_sizes.py",
 )

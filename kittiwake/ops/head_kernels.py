@@ -73,8 +73,9 @@ def choose_tiling(tilings: Tilings, states: int) -> Tiling:
 
 
 def low_bytes(head_size: int, depths: Sequence[int]) -> int:
-    """Shared memory for a head's weights of low-rank products of these depths."""
-    return sum(head_size * (-(-depth // 16) * 16 + 8) for depth in depths) * 2
+    """Shared memory for a head's weights of low-rank products of these depths, and for their inputs, once for every warp."""
+    padded, warps = [-(-depth // 16) * 16 for depth in depths], 2 * padded_head(head_size) // 32
+    return sum(head_size * (depth + 8) + warps * depth for depth in padded) * 2
 
 
 def can_take_low(head_size: int, dtype: torch.dtype, depths: Sequence[int], rows: int, most_bytes: int) -> bool:

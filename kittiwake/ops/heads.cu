@@ -140,6 +140,15 @@ __device__ __forceinline__ void fetch_weights(elem* weights, const elem* from, i
   }
 }
 
+// A warp copies `depth` inputs of a row, a multiple of 8, for itself, and zeros up to the next multiple of 16.
+__device__ __forceinline__ void fetch_inputs(elem* x, const elem* from, int depth) {
+  for (int k = threadIdx.x % 32 * 8; k < (depth + 15) / 16 * 16; k += 32 * 8)
+    *(uint4*)(x + k) = k < depth ? *(const uint4*)(from + k) : make_uint4(0, 0, 0, 0);
+  __syncwarp();
+}
+// A lane's share of the inputs, of which only lanes 0 to 3 hold any: the one row of sixteen that there is.
+__device__ __forceinline__ unsigned low_input(const elem* x) { return threadIdx.x % 32 < 4 ? *(const unsigned*)x : 0; }
+
 // Adds 16 products to each of 8 outputs, of which lanes 0 to 3 get two each, c[0] and c[1]. a0, a2: a lane's share of one row of
 // inputs, of which lanes 0 to 3 hold 2 (lane % 4) and the one after, and 8 further on; w: the lane's weights of output lane / 4.
 __device__ __forceinline__ void add_low(float (&c)[4], unsigned a0, unsigned a2, const elem* w) {

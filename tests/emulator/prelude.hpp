@@ -229,5 +229,6 @@ template <class A, class B> static auto max(A a, B b) { return a > b ? a : b; }
 #define __shared__ static __attribute__((section("shared_mem")))
 #define __launch_bounds__(...)
 #define __syncthreads() emulated::stand(emulated::AT_BLOCK, __LINE__)
+#define __syncwarp() emulated::stand(emulated::AT_WARP, 3)
 #define __shfl_xor_sync emulated::shuffled_xor
 #define __cvta_generic_to_shared emulated::shared_address

@@ -48,24 +48,34 @@ struct LowInBlock {
   __device__ __forceinline__ float operator()(int d) const { return at[d]; }
 };
 
-// A warp makes the vectors of row n and head h in `out` [P_COUNT, DP].
+// The products of row n and head h that a warp turns into vectors.
+struct Raw {
+  float r[CHUNKS], k[CHUNKS], v[CHUNKS];
+  __device__ __forceinline__ void load(const Inputs& in, int n, int h) {
+    const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
+    #pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      const int d = threadIdx.x % 32 + 32 * i;
+      const bool inside = d < D;
+      r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[in.width + d]) : 0.f;
+      v[i] = inside ? widen(projected[2 * in.width + d]) : 0.f;
+    }
+  }
+};
+
+// A warp makes the vectors of a row and head in `out` [P_COUNT, DP].
 template <class Low>
-__device__ __forceinline__ void prepare_head(const Inputs& in, const Low& low, const Known& known, int n, int h, float* out) {
-  const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
-  const int C = in.width;
-  float r[CHUNKS], k[CHUNKS], v[CHUNKS], w[CHUNKS];
+__device__ __forceinline__ void prepare_head(const Raw& raw, const Low& low, const Known& known, float* out) {
+  float w[CHUNKS];
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {  // all loads before the first use
     const int d = threadIdx.x % 32 + 32 * i;
-    const bool inside = d < D;
-    r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[C + d]) : 0.f;
-    v[i] = inside ? widen(projected[2 * C + d]) : 0.f;
-    w[i] = inside && BY_TOKEN ? low(d) : 0.f;
+    w[i] = BY_TOKEN && d < D ? low(d) : 0.f;
   }
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int d = threadIdx.x % 32 + 32 * i;
-    out[P_R * DP + d] = r[i]; out[P_K * DP + d] = k[i]; out[P_V * DP + d] = v[i];
+    out[P_R * DP + d] = raw.r[i]; out[P_K * DP + d] = raw.k[i]; out[P_V * DP + d] = raw.v[i];
 #if BY_TOKEN
     out[P_W * DP + d] = d < D ? decay_of(known.decay[i] + w[i]) : 0.f;
 #endif
@@ -163,17 +173,15 @@ __device__ __forceinline__ void advance(float (&s)[N][COLS], const Vectors<N>& m
   }
 }
 
-// The token of block (head h, sequence n), once its state is in registers and its low-rank product is known.
+// The token of block (head h, sequence n), once its state is in registers and its low-rank product is known; `raw` and `gate`
+// are the first warp's.
 template <class Low>
 __device__ __forceinline__ void decode_head(
-    const Inputs& in, const Low& low, const Known& known, const float4 (&constant)[G], float (&s)[4][COLS], float* state,
-    int n, int h, elem* out, float eps, int begin_next, float* made, float* y_all) {
+    const Inputs& in, const Raw& raw, const float (&gate)[CHUNKS], const Low& low, const Known& known,
+    const float4 (&constant)[G], float (&s)[4][COLS], float* state, int n, int h, elem* out, float eps, int begin_next,
+    float* made, float* y_all) {
   const int column = threadIdx.x / LANES * 4;
-  float gate[CHUNKS];
-  if (threadIdx.x < 32) {
-    load_gates(in.projected + (size_t)n * in.projected_stride + h * D, in.width, gate);
-    prepare_head(in, low, known, n, h, made);
-  }
+  if (threadIdx.x < 32) prepare_head(raw, low, known, made);
   __syncthreads();
   float y[4];
   Vectors<4> m;
@@ -204,8 +212,14 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
   if (!BY_TOKEN) load_decays(vectors, width, h, constant);
   if (threadIdx.x < 32) known.load(vectors, width, h);
   wait_for_inputs();
+  Raw raw;
+  float gate[CHUNKS];
+  if (threadIdx.x < 32) {
+    raw.load(in, n, h);
+    load_gates(in.projected + (size_t)n * in.projected_stride + h * D, in.width, gate);
+  }
   const LowInMemory lows = {low + (size_t)n * low_stride + h * D};
-  decode_head(in, lows, known, constant, s, mine, n, h, out, eps, begin_next, made, y_all);
+  decode_head(in, raw, gate, lows, known, constant, s, mine, n, h, out, eps, begin_next, made, y_all);
 }
 
 #if BY_TOKEN && DT != 0 && D % 32 == 0
@@ -215,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
 extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     const elem* projected, const elem* up, const float* vectors, float* state, const int* slots, elem* out,
     int low_column, int depth, int projected_stride, int width, float eps, int begin_next) {
-  extern __shared__ __align__(16) elem weights[];  // a row for each output, of its depth rounded up to 16, and 8 more
+  extern __shared__ __align__(16) elem weights[];  // see fetch_weights; behind them the product's inputs, for each warp
   __shared__ __align__(16) float made[P_COUNT * DP];
   __shared__ float y_all[DP], low[DP];
   const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -233,17 +247,19 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
   wait_for_inputs();
-  const elem* x = projected + (size_t)n * projected_stride + low_column;
+  Raw raw;
+  float gate[CHUNKS];
+  if (threadIdx.x < 32) {
+    raw.load(in, n, h);
+    load_gates(in.projected + (size_t)n * in.projected_stride + h * D, in.width, gate);
+  }
+  elem* x = weights + D * (stride + 8) + warp * stride;  // a copy for each warp
+  fetch_inputs(x, projected + (size_t)n * projected_stride + low_column, depth);
   for (int t = warp; t < D / 8; t += 2 * DP / 32) {  // 8 outputs a warp
     float c[4] = {0.f, 0.f, 0.f, 0.f};
-    for (int k = 0; k < depth; k += 16) {
-      unsigned a0 = 0, a2 = 0;
+    for (int k = 0; k < stride; k += 16) {
       const int at = k + lane % 4 * 2;
-      if (lane < 4) {
-        if (at + 2 <= depth) a0 = *(const unsigned*)(x + at);
-        if (at + 10 <= depth) a2 = *(const unsigned*)(x + at + 8);
-      }
-      add_low(c, a0, a2, weights + (t * 8 + lane / 4) * (stride + 8) + at);
+      add_low(c, low_input(x + at), low_input(x + at + 8), weights + (t * 8 + lane / 4) * (stride + 8) + at);
     }
     if (lane < 4) {
       low[t * 8 + lane * 2] = widen(round_only(c[0]));
@@ -251,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     }
   }
   __syncthreads();
-  decode_head(in, LowInBlock{low}, known, constant, s, mine, n, h, out, eps, begin_next, made, y_all);
+  decode_head(in, raw, gate, LowInBlock{low}, known, constant, s, mine, n, h, out, eps, begin_next, made, y_all);
 }
 #endif
 
@@ -266,8 +282,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare(
   const Inputs in = {projected, vectors, projected_stride, width};
   Known known;
   known.load(vectors, width, h);
+  Raw raw;
+  raw.load(in, n, h);
   const LowInMemory lows = {low + (size_t)n * low_stride + h * D};
-  prepare_head(in, lows, known, n, h, made + ((size_t)h * rows + n) * P_COUNT * DP);
+  prepare_head(raw, lows, known, made + ((size_t)h * rows + n) * P_COUNT * DP);
 }
 
 // Prompts, 2 of 3: block (columns, head, sequence) walks its sequence token by token; y [rows, heads, D] float32.

@@ -61,35 +61,49 @@ __device__ __forceinline__ void load_gates(const Low& low, float (&gate)[CHUNKS]
   }
 }
 
+// The products of row n and head h that a warp turns into vectors: lane l has channels l + 32 i.
+struct Raw {
+  float r[CHUNKS], k[CHUNKS], v[CHUNKS], earlier[CHUNKS];
+  __device__ __forceinline__ void load(const Inputs& in, int n, int h) {
+    const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
+    const elem* first = in.v_first + (size_t)n * in.width + h * D;
+    #pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      const int d = threadIdx.x % 32 + 32 * i;
+      const bool inside = d < D;
+      r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[in.width + d]) : 0.f;
+      v[i] = inside ? widen(projected[2 * in.width + d]) : 0.f;
+      earlier[i] = inside && !in.first_layer ? widen(first[d]) : 0.f;
+    }
+  }
+};
+
 // A warp makes the six vectors of row n and head h in `out` [P_COUNT, DP].
 template <class Low>
-__device__ __forceinline__ void prepare_head(const Inputs& in, const Low& low, const Known& known, int n, int h, float* out) {
+__device__ __forceinline__ void prepare_head(
+    const Inputs& in, const Raw& raw, const Low& low, const Known& known, int n, int h, float* out) {
   const int lane = threadIdx.x % 32;
-  const int C = in.width;
-  const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
-  elem* first = in.v_first + (size_t)n * C + h * D;
-  float r[CHUNKS], w[CHUNKS], k[CHUNKS], v[CHUNKS], rate[CHUNKS], residual[CHUNKS], earlier[CHUNKS], kk[CHUNKS], norm = 0.f;
+  elem* first = in.v_first + (size_t)n * in.width + h * D;
+  float w[CHUNKS], k[CHUNKS], v[CHUNKS], rate[CHUNKS], residual[CHUNKS], kk[CHUNKS], norm = 0.f;
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {  // all loads before the first use
     const int d = lane + 32 * i;
     const bool inside = d < D;
-    r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[C + d]) : 0.f;
-    v[i] = inside ? widen(projected[2 * C + d]) : 0.f;
+    k[i] = raw.k[i]; v[i] = raw.v[i];
     w[i] = inside ? low(L_DECAY, d) : 0.f; rate[i] = inside ? low(L_RATE, d) : 0.f;
     residual[i] = inside && !in.first_layer ? low(L_RESIDUAL, d) : 0.f;
-    earlier[i] = inside && !in.first_layer ? widen(first[d]) : 0.f;
   }
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int d = lane + 32 * i;
     w[i] = expf(-0.6065306597126334f * sigmoid(known.w0[i] + w[i]));
     rate[i] = sigmoid(known.a0[i] + rate[i]);
-    if (!in.first_layer) v[i] = fmaf(earlier[i] - v[i], sigmoid(known.v0[i] + residual[i]), v[i]);
+    if (!in.first_layer) v[i] = fmaf(raw.earlier[i] - v[i], sigmoid(known.v0[i] + residual[i]), v[i]);
     else if (d < D) first[d] = narrow(v[i]);
     kk[i] = k[i] * known.kk[i];
     k[i] = k[i] * fmaf(rate[i] - 1.f, known.ka[i], 1.f);
     out[P_W * DP + d] = d < D ? w[i] : 0.f;
-    out[P_K * DP + d] = k[i]; out[P_R * DP + d] = r[i]; out[P_V * DP + d] = v[i];
+    out[P_K * DP + d] = k[i]; out[P_R * DP + d] = raw.r[i]; out[P_V * DP + d] = v[i];
     norm += warp_sum(kk[i] * kk[i]);
   }
   norm = fmaxf(sqrtf(norm), 1e-12f);
@@ -171,16 +185,17 @@ __device__ __forceinline__ void advance(float (&s)[N][COLS], const Vectors<N>& m
   }
 }
 
-// The token of block (head h, sequence n), once its state is in registers and its low-rank products are known.
+// The token of block (head h, sequence n), once its state is in registers and its low-rank products are known; `raw` is the
+// first warp's.
 template <class Low>
 __device__ __forceinline__ void decode_head(
-    const Inputs& in, const Low& low, const Known& known, float (&s)[4][COLS], float* state, int n, int h, elem* out, float eps,
-    int begin_next, float* made, float* y_all) {
+    const Inputs& in, const Raw& raw, const Low& low, const Known& known, float (&s)[4][COLS], float* state, int n, int h,
+    elem* out, float eps, int begin_next, float* made, float* y_all) {
   const int row = threadIdx.x / LANES * 4;
   float gate[CHUNKS];
   if (threadIdx.x < 32) {
     load_gates(low, gate);
-    prepare_head(in, low, known, n, h, made);
+    prepare_head(in, raw, low, known, n, h, made);
   }
   __syncthreads();
   float y[4];
@@ -210,7 +225,9 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
   move_state<4, false>(s, mine, threadIdx.x / LANES * 4);  // nothing since the step before writes states
   if (threadIdx.x < 32) known.load(vectors, width, h);
   wait_for_inputs();
-  decode_head(in, LowInMemory(in, n, h), known, s, mine, n, h, out, eps, begin_next, made, y_all);
+  Raw raw;
+  if (threadIdx.x < 32) raw.load(in, n, h);
+  decode_head(in, raw, LowInMemory(in, n, h), known, s, mine, n, h, out, eps, begin_next, made, y_all);
 }
 
 #if DT != 0 && D % 32 == 0
@@ -220,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
 extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     const elem* projected, const elem* up, elem* v_first, const float* vectors, float* state, const int* slots, elem* out,
     const long long* lines, int projected_stride, int width, int first_layer, float eps, int begin_next) {
-  extern __shared__ __align__(16) elem weights[];  // a row for each output, of its depth rounded up to 16, and 8 more
+  extern __shared__ __align__(16) elem weights[];  // see fetch_weights; behind them the inputs of each product
   __shared__ __align__(16) float made[P_COUNT * DP];
   __shared__ float y_all[DP], low[L_COUNT * DP];
   const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x;
@@ -247,19 +264,20 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
   wait_for_inputs();
+  Raw raw;
+  if (threadIdx.x < 32) raw.load(in, n, h);
   for (int q = warp; q < count; q += 2 * DP / 32) {
-    const int depth = depths[q], stride = (depth + 15) / 16 * 16 + 8;
-    const elem* x = projected + (size_t)n * projected_stride + columns[q];
+    const int depth = (depths[q] + 15) / 16 * 16, stride = depth + 8;
+    elem* x = weights + room;
+    #pragma unroll
+    for (int p = 0; p < L_COUNT; p++) x += p < q ? (depths[p] + 15) / 16 * 16 : 0;
+    fetch_inputs(x, projected + (size_t)n * projected_stride + columns[q], depths[q]);
     float c[D / 8][4];
     #pragma unroll
     for (int t = 0; t < D / 8; t++) c[t][0] = c[t][1] = c[t][2] = c[t][3] = 0.f;
     for (int k = 0; k < depth; k += 16) {
-      unsigned a0 = 0, a2 = 0;
       const int at = k + lane % 4 * 2;
-      if (lane < 4) {
-        if (at + 2 <= depth) a0 = *(const unsigned*)(x + at);
-        if (at + 10 <= depth) a2 = *(const unsigned*)(x + at + 8);
-      }
+      const unsigned a0 = low_input(x + at), a2 = low_input(x + at + 8);
       #pragma unroll
       for (int t = 0; t < D / 8; t++) add_low(c[t], a0, a2, weights + begins[q] + (t * 8 + lane / 4) * stride + at);
     }
@@ -272,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     }
   }
   __syncthreads();
-  decode_head(in, LowInBlock{low}, known, s, mine, n, h, out, eps, begin_next, made, y_all);
+  decode_head(in, raw, LowInBlock{low}, known, s, mine, n, h, out, eps, begin_next, made, y_all);
 }
 #endif
 
@@ -286,8 +304,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare(
   const int n = index / heads, h = index % heads;
   const Inputs in = {projected, low, v_first, vectors, projected_stride, low_stride, width, first_layer};
   Known known;
+  Raw raw;
   known.load(vectors, width, h);
-  prepare_head(in, LowInMemory(in, n, h), known, n, h, made + ((size_t)h * rows + n) * P_COUNT * DP);
+  raw.load(in, n, h);
+  prepare_head(in, raw, LowInMemory(in, n, h), known, n, h, made + ((size_t)h * rows + n) * P_COUNT * DP);
 }
 
 // Prompts, 2 of 3: block (row block, head, sequence) walks its sequence token by token; y [rows, heads, D] float32.

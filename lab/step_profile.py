@@ -32,18 +32,17 @@ from kittiwake.layers.cuda_linear import exact_products
 from kittiwake.ops import head_kernels
 from kittiwake.ops.matmul import cuda as narrows
 from kittiwake.ops.matmul import triton as tiles
-from kittiwake.ops.shift_mix import triton as shifts
 from tests.device.runs import Runs
 
 SHAPES = ("1.5b", "0.1b")
 REQUESTS = (1, 32)
 REPLAYS = 7
 BEGINS: tuple[dict[str, int], ...] = (
-    {}, {"tile": 1}, {"tile": 2}, {"narrow": 0}, {"narrow": 2}, {"mix": 0}, {"mix": 1}, {"shift": 0},
+    {}, {"tile": 1}, {"tile": 2}, {"narrow": 0}, {"narrow": 2}, {"mix": 0}, {"mix": 1},
     {"tile": 1, "mix": 1}, {"tile": 2, "mix": 1}, {"tile": 2, "narrow": 2},
 )  # fmt: skip
 """What differs from today in when a kind of kernel lets the next begin."""
-MODULES = {"tile": tiles, "narrow": narrows, "mix": head_kernels, "shift": shifts}
+MODULES = {"tile": tiles, "narrow": narrows, "mix": head_kernels}
 
 
 @dataclass(frozen=True)

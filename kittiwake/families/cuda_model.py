@@ -29,8 +29,9 @@ from kittiwake.families.cuda_rows import (
     Shape,
     bucket,
     cut,
+    largest_bucket,
     nobody,
-    own_shape,
+    padded_shape,
     shape_of,
 )
 from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products, padded_row
@@ -81,8 +82,11 @@ class CudaModel(ABC):
         """Epsilon of the norm before the head."""
         self.place = place or torch.device("cuda", torch.cuda.current_device())
         self._is_on_card = self.place.type == "cuda"
-        memory = torch.cuda.get_device_properties(self.place).total_memory if self._is_on_card else 0
-        self.most_rows = min(MOST_ROWS, max(DECODE_BUCKETS[-1], int(memory / 2**30 * 128) // 256 * 256))
+        card = torch.cuda.get_device_properties(self.place) if self._is_on_card else None
+        memory = 0 if card is None else card.total_memory
+        self.most_ahead = 0 if card is None else card.L2_cache_size // 2
+        """Bytes of weights that one product has brought to L2 for those behind it."""
+        self.most_rows = largest_bucket(min(MOST_ROWS, max(DECODE_BUCKETS[-1], int(memory / 2**30 * 128))))
         self.overlap = can_overlap(self.place)
         self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)
         self.norms = {name: self.vector(2, width) for name in ("embedding_norm", "output_norm")}
@@ -184,7 +188,7 @@ class CudaModel(ABC):
             for piece in cut(batch, self.most_rows):
                 if hidden or len(piece.want) > MOST_WANTED:
                     copies = _Hidden(hidden, piece) if hidden else None
-                    x, y = self._eager(piece, own_shape(piece), states, copies)
+                    x, y = self._eager(piece, padded_shape(piece, self.most_rows), states, copies)
                     self._each_logits(x, y, piece, out)
                 elif len(piece.want):
                     out[piece.places] = self._run(piece, states)[: len(piece.want)].cpu().numpy()
@@ -344,4 +348,4 @@ class _Hidden:
         """What enters a layer, not yet added up."""
         if layer in self._arrays:
             whole = x if y is None else (y if isinstance(y, Added) else Added(y)).to(x)
-            self._arrays[layer][self._rows] = whole.cpu().numpy()
+            self._arrays[layer][self._rows] = whole[: len(self._rows)].cpu().numpy()

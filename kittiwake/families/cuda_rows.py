@@ -38,6 +38,8 @@ PROMPT_BUCKETS = (
     8192,
 )
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32)
+FEW_ROWS = 8
+"""Rows up to which nothing depends on how many there are."""
 _RING = 16
 Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 _COUNTING = np.arange(DECODE_BUCKETS[-1] + 1)
@@ -139,20 +141,27 @@ def nobody(shape: Shape) -> Piece:
     return Piece(True, rows * 0, np.arange(shape.rows + 1), rows * 0 + SCRATCH_SLOT, rows, rows, rows)
 
 
-def own_shape(piece: Piece) -> Shape:
-    """The shape of a piece as it is, without padding."""
-    return Shape(False, len(piece.token_ids), len(piece.slots), len(piece.want))
+def largest_bucket(most_rows: int) -> int:
+    """The largest bucket of a prompt's rows that is no larger: cut there, a long prompt's pieces need no padding."""
+    return max(size for size in PROMPT_BUCKETS if size <= most_rows)
+
+
+def padded_shape(piece: Piece, most_rows: int) -> Shape:
+    """The shape of a piece as it is, but for its rows, which are padded to a bucket: at those counts products are proved."""
+    rows = len(piece.token_ids)
+    size = bucket(rows, PROMPT_BUCKETS) if rows > FEW_ROWS else rows
+    return Shape(False, rows if size is None or size > most_rows else size, len(piece.slots), len(piece.want))
 
 
 def shape_of(piece: Piece, most_rows: int) -> tuple[Shape, bool]:
-    """The shape a piece is padded to, and whether a graph of it may be kept; else its own shape."""
+    """The shape a piece is padded to, and whether a graph of it may be kept; else that of :func:`padded_shape`."""
     rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
     if piece.is_decode:
         size = bucket(rows, DECODE_BUCKETS)
-        return (own_shape(piece), False) if size is None else (Shape(True, size, size, size), True)
+        return (padded_shape(piece, most_rows), False) if size is None else (Shape(True, size, size, size), True)
     padded, many = bucket(rows, PROMPT_BUCKETS), bucket(sequences, SEQUENCE_BUCKETS)
     if padded is None or padded > most_rows or many is None or wanted > many:
-        return own_shape(piece), False
+        return padded_shape(piece, most_rows), False
     return Shape(False, padded, many, many), True
 
 

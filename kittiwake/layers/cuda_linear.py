@@ -34,6 +34,16 @@ CANNOT_RUN = (RuntimeError, DeviceError, OutOfResources, PTXASError)
 """What a launch raises that asks for more than this card has, of shared memory say; running out of memory is no such thing."""
 
 
+LIBRARY_ROWS = (
+    *(12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
+    *(4096, 5120, 6144, 8192),
+)
+"""Row counts at which the library may serve: which of its kernels runs follows from the count, so each is proved by itself.
+
+Launches are padded to these; any other count goes to the in-order kernel.
+"""
+
+
 def padded_row(columns: int) -> int:
     """Elements from the beginning of a row of so many to that of the next."""
     return -(-columns // ROW_PADDING) * ROW_PADDING
@@ -84,6 +94,8 @@ class Picks:
     reason: str = "default"
     replaced: tuple[str, ...] = ()
     """What was to serve and gave other bits, or cannot run on this card."""
+    library_rows: frozenset[int] = frozenset()
+    """The counts of LIBRARY_ROWS at which the library has the bits of the in-order kernel."""
 
     def choice(self, rows: int) -> Choice:
         """What runs so many rows."""
@@ -152,6 +164,17 @@ class CudaGroup:
         )
         self._has_pieces_of_4 = all(p.input_column % 4 == 0 and p.depth % 4 == 0 for p in products)
         self.picks = default_picks(self.depth, dtype, len(products) > 1)
+        self._ahead: torch.Tensor | None = None
+
+    def bring(self, groups: Sequence[CudaGroup], most_bytes: int) -> None:
+        """From now on, narrow products of this group have weights of these brought to the card's L2, up to so many bytes."""
+        ranges = []
+        for group in groups:
+            size = min(group.nbytes, most_bytes) // 16 * 16
+            most_bytes -= size
+            ranges += [(group.weight.data_ptr(), size)] if size else []
+        device = self.weight.device
+        self._ahead = torch.tensor(ranges, dtype=torch.int64, device=device) if ranges else None
 
     @property
     def key(self) -> str:
@@ -178,7 +201,15 @@ class CudaGroup:
 
         The library's flags must be those of :func:`exact_products`.
         """
-        self.run(self.picks.choice(out.shape[0]), x, out, overlap=overlap)
+        rows = out.shape[0]
+        choice = self.picks.choice(rows)
+        if choice.kind == "library" and rows not in self.picks.library_rows:
+            choice = self.in_order(rows)
+        self.run(choice, x, out, overlap=overlap)
+
+    def in_order(self, rows: int) -> Choice:
+        """The in-order kernel, which defines the bits of this group and fits every card, for so many rows."""
+        return Choice("tile", default_tile(self.depth, self.dtype, rows, len(self.products) > 1))
 
     def can_run(self, choice: Choice, out_dtype: torch.dtype) -> bool:
         """Whether a choice fits this group."""
@@ -212,7 +243,9 @@ class CudaGroup:
         """The same by a choice."""
         if choice.kind == "narrow":
             assert isinstance(choice.layout, Narrow)
-            narrow_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)
+            narrow_product(
+                x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap, ahead=self._ahead
+            )
         elif choice.kind == "plain":
             assert isinstance(choice.layout, Plain)
             float32_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)

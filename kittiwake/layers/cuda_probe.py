@@ -1,8 +1,8 @@
 """Which implementation of a product serves which row count on this card: tuned once, proved at every load.
 
 A pick is used only where its rows have the bits of the in-order kernel on random data, at row counts on both sides of
-every border and at the most rows of a launch. What is shipped for a card, or was found by an earlier load, is proved
-again; what fails is replaced.
+every border; the library at every single count that it serves. What is shipped for a card, or was found by an earlier
+load, is proved again; what fails is replaced.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import triton
 from kittiwake.device import cache_dir, captured, usable_cores
 from kittiwake.layers.cuda_linear import (
     CANNOT_RUN,
+    LIBRARY_ROWS,
     ROW_LIMITS,
     Choice,
     CudaGroup,
     Picks,
-    default_tile,
     exact_products,
     padded_row,
     same_bits,
@@ -116,22 +116,34 @@ def pick_products(
 
 
 def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: int = _MOST_ROWS) -> Picks:
-    """The picks, with every choice that gives other bits than the in-order kernel replaced by it."""
+    """The picks, with every choice that gives other bits than the in-order kernel replaced by it.
+
+    The library keeps the row counts at which its bits are those; a launch has at most ``most_rows``.
+    """
     given, expected = _trial(group, out_dtype, max(most_rows, _MOST_ROWS))
-    above = (*_PROVED_ABOVE, most_rows) if most_rows > _MOST_ROWS else _PROVED_ABOVE
-    is_grouped = len(group.products) > 1
-    law = Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, is_grouped))
+    law = group.in_order(_MOST_ROWS)
     group.run(law, given, expected, overlap=can_overlap(group.weight.device))
-    choices, replaced = [], []
+    choices: list[Choice] = []
+    replaced: list[str] = []
+    library_rows: set[int] = set()
+    least = 1
     for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
-        counts = _PROVED_AT.get(most, above)
-        if not group.can_run(choice, out_dtype) or not all(
-            _agrees(group, choice, given, expected, rows) for rows in counts
-        ):
-            replaced.append(f"{choice} up to {most} rows" if most < ROW_LIMITS[-1] else f"{choice} for more rows")
-            choice = Choice("tile", default_tile(group.depth, group.dtype, most, is_grouped))
+        is_library = choice.kind == "library"
+        served = [rows for rows in LIBRARY_ROWS if least <= rows <= min(most, most_rows)]
+        counts = served if is_library else _PROVED_AT.get(most, _PROVED_ABOVE)
+        agreeing: list[int] = []
+        if group.can_run(choice, out_dtype):
+            agreeing = [rows for rows in counts if _agrees(group, choice, given, expected, rows)]
+        where = f"up to {most} rows" if most < ROW_LIMITS[-1] else "for more rows"
+        if is_library and agreeing:
+            library_rows.update(agreeing)
+            replaced += [f"{choice} at {rows} rows" for rows in counts if rows not in agreeing]
+        elif len(agreeing) < len(counts) or not counts:
+            replaced.append(f"{choice} {where}")
+            choice = group.in_order(most)
         choices.append(choice)
-    return Picks(tuple(choices), f"{picks.reason}; bits proved", tuple(replaced))
+        least = most + 1
+    return Picks(tuple(choices), f"{picks.reason}; bits proved", tuple(replaced), frozenset(library_rows))
 
 
 def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +212,7 @@ def _first_launches(planned: Iterable[tuple[CudaGroup, Picks, torch.dtype]]) -> 
     """A launch of few rows for every kernel that proofs of these picks need."""
     seen = set()
     for group, picks, out_dtype in planned:
-        law = Choice("tile", default_tile(group.depth, group.dtype, _MOST_ROWS, len(group.products) > 1))
+        law = group.in_order(_MOST_ROWS)
         for most, choice in [(1, law), *zip(ROW_LIMITS, picks.choices, strict=True)]:
             if choice.kind == "library" or not group.can_run(choice, out_dtype):
                 continue
@@ -212,7 +224,7 @@ def _first_launches(planned: Iterable[tuple[CudaGroup, Picks, torch.dtype]]) -> 
 
 
 def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable[Choice]:
-    yield Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
+    yield group.in_order(most)
     if group.dtype == torch.float32:
         for plain in _PLAIN[next((limit for limit in _PLAIN if most <= limit), max(_PLAIN))]:
             yield from _fitting(group, Choice("plain", Plain(*plain)), out_dtype)

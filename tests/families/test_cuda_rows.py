@@ -11,6 +11,7 @@ from kittiwake.engine.states import SCRATCH_SLOT
 from kittiwake.families import cuda_rows
 from kittiwake.families.cuda_rows import (
     DECODE_BUCKETS,
+    FEW_ROWS,
     PROMPT_BUCKETS,
     SEQUENCE_BUCKETS,
     Piece,
@@ -18,10 +19,12 @@ from kittiwake.families.cuda_rows import (
     Shape,
     bucket,
     cut,
+    largest_bucket,
     nobody,
-    own_shape,
+    padded_shape,
     shape_of,
 )
+from kittiwake.layers.cuda_linear import LIBRARY_ROWS
 
 
 def packed(lengths: list[int], want: list[list[int]] | None = None) -> Batch:
@@ -100,14 +103,25 @@ def test_the_least_bucket_that_holds_a_value_is_taken(buckets: tuple[int, ...]) 
     assert bucket(buckets[-1] + 1, buckets) is None
 
 
+def test_products_are_proved_at_every_bucket() -> None:
+    buckets = {*DECODE_BUCKETS, *PROMPT_BUCKETS}
+    assert {size for size in buckets if size > FEW_ROWS} == set(LIBRARY_ROWS)
+
+
+def test_a_launch_of_the_most_rows_is_a_bucket() -> None:
+    assert [largest_bucket(size) for size in (16, 47, 512, 3071, 8192, 10**6)] == [16, 32, 512, 2560, 8192, 8192]
+
+
 @pytest.mark.parametrize(
     ("lengths", "want", "most", "shape", "kept"),
     [
         ([1] * 5, None, 8192, Shape(True, 6, 6, 6), True),
         ([17], None, 8192, Shape(False, 32, 1, 1), True),
         ([5, 5, 5], None, 8192, Shape(False, 16, 4, 4), True),
-        ([17], [[3, 4, 5]], 8192, Shape(False, 17, 1, 3), False),  # more wanted rows than sequences have graphs for
-        ([2] * 33, None, 8192, Shape(False, 66, 33, 33), False),
+        ([17], [[3, 4, 5]], 8192, Shape(False, 32, 1, 3), False),  # more wanted rows than sequences have graphs for
+        ([2] * 33, None, 8192, Shape(False, 96, 33, 33), False),
+        ([2] * 33, None, 80, Shape(False, 66, 33, 33), False),
+        ([7], [[1, 2]], 8192, Shape(False, 7, 1, 2), False),
         ([60], None, 60, Shape(False, 60, 1, 1), False),  # its bucket is larger than the workspace
         ([3], [[]], 8192, Shape(False, 16, 1, 1), True),
     ],
@@ -188,5 +202,5 @@ def test_more_launches_than_the_ring_has_turns(buffer: RowBuffer) -> None:
     for turn in range(3 * cuda_rows._RING):
         empty = np.zeros(0, dtype=np.int64)
         piece = Piece(False, np.full(2, turn), np.array([0, 2]), np.array([1]), empty, empty, np.arange(2))
-        buffer.fill(piece, own_shape(piece))
-        assert views(buffer, own_shape(piece))["token_ids"] == [turn, turn]
+        buffer.fill(piece, padded_shape(piece, 600))
+        assert views(buffer, padded_shape(piece, 600))["token_ids"] == [turn, turn]

@@ -109,14 +109,14 @@ def test_the_choice_of_the_row_count_is_run(monkeypatch: pytest.MonkeyPatch) -> 
     made = group(CudaProduct("a", 16, 64))
     choices = list(made.picks.choices)
     choices[0], choices[-1] = Choice("narrow", Narrow()), Choice("library")
-    made.picks = Picks(tuple(choices))
+    made.picks = Picks(tuple(choices), library_rows=frozenset({640}))
     ran: list[str] = []
     monkeypatch.setattr(cuda_linear, "narrow_product", lambda *_, **__: ran.append("narrow"))
     monkeypatch.setattr(CudaGroup, "library", lambda *_: ran.append("library"))
     monkeypatch.setattr(CudaGroup, "tiled", lambda *_, **__: ran.append("tile"))
-    for rows in (1, 2, 512, 513):
+    for rows in (1, 2, 512, 640, 641):
         made(torch.zeros(rows, 16), torch.zeros(rows, 64), overlap=False)
-    assert ran == ["narrow", "tile", "tile", "library"]
+    assert ran == ["narrow", "tile", "tile", "library", "tile"]  # where the library is not proved it does not serve
 
 
 def test_picks_are_told_shape_by_shape() -> None:

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from kittiwake.errors import DeviceError
 from kittiwake.layers import cuda_probe
-from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, CudaProduct, Picks, same_bits
+from kittiwake.layers.cuda_linear import LIBRARY_ROWS, ROW_LIMITS, Choice, CudaGroup, CudaProduct, Picks, same_bits
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.float32 import Plain
 from kittiwake.ops.matmul.triton import Config
@@ -56,28 +56,35 @@ def picks(*choices: Choice) -> Picks:
     return Picks(tuple(choices[index % len(choices)] for index in range(len(ROW_LIMITS))), "measured")
 
 
+def library_above(most: int) -> Picks:
+    """The narrow kernel up to so many rows, the library for more."""
+    return Picks(tuple(NARROW if limit <= most else LIBRARY for limit in ROW_LIMITS), "measured")
+
+
 def one_bit(out: torch.Tensor) -> None:
     """The last bit of one output."""
     out.view(torch.int16)[-1, -1] ^= 1
 
 
 def test_what_agrees_is_kept_with_its_proof() -> None:
-    given = picks(NARROW, LIBRARY)
-    found = cuda_probe._proved(FakeGroup(), given, torch.float16)
+    given = library_above(8)
+    found = cuda_probe._proved(FakeGroup(), given, torch.float16, 8192)
     assert found.choices == given.choices and found.replaced == ()
     assert found.reason == "measured; bits proved"
+    assert found.library_rows == frozenset(LIBRARY_ROWS)
 
 
 def test_one_bit_of_one_output_is_enough_to_be_replaced() -> None:
-    found = cuda_probe._proved(FakeGroup({"library": one_bit}), picks(NARROW, LIBRARY), torch.float16)
+    found = cuda_probe._proved(FakeGroup({"library": one_bit}), library_above(32), torch.float16)
     assert {choice.kind for choice in found.choices} == {"narrow", "tile"}
-    assert len(found.replaced) == 4 and found.replaced[0] == "library up to 8 rows"
+    assert found.replaced == (*(f"library up to {most} rows" for most in (64, 128, 256, 512)), "library for more rows")
+    assert not found.library_rows
 
 
 def test_rows_on_both_sides_of_every_border_are_proved() -> None:
     group = FakeGroup()
-    cuda_probe._proved(group, picks(LIBRARY), torch.float16)
-    proved = {rows for kind, rows in group.ran if kind == "library"}
+    cuda_probe._proved(group, picks(NARROW), torch.float16)
+    proved = {rows for kind, rows in group.ran if kind == "narrow"}
     assert {1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 129, 256, 257, 513, 1000} <= proved
     lower = 0
     for most in ROW_LIMITS:
@@ -85,18 +92,37 @@ def test_rows_on_both_sides_of_every_border_are_proved() -> None:
         lower = most
 
 
-def test_the_longest_launch_is_proved_where_the_library_may_take_another_way() -> None:
-    group = FakeGroup({"library": lambda out: one_bit(out) if len(out) == 4096 else None})
-    found = cuda_probe._proved(group, picks(LIBRARY), torch.float16, 4096)
-    assert found.replaced == ("library for more rows",)
-    assert cuda_probe._proved(group, picks(LIBRARY), torch.float16).replaced == ()
+def test_the_library_is_proved_at_every_count_of_rows_that_it_serves() -> None:
+    group = FakeGroup()
+    found = cuda_probe._proved(group, library_above(32), torch.float16, 4096)
+    proved = {rows for kind, rows in group.ran if kind == "library"}
+    assert proved == found.library_rows == {rows for rows in LIBRARY_ROWS if 32 < rows <= 4096}
+
+
+def test_the_library_does_not_serve_a_count_at_which_it_takes_another_way() -> None:
+    group = FakeGroup({"library": lambda out: one_bit(out) if len(out) in (48, 64, 4096) else None})
+    group.picks = found = cuda_probe._proved(group, library_above(32), torch.float16, 8192)
+    assert found.replaced == ("library up to 64 rows", "library at 4096 rows")
+    assert found.library_rows == {rows for rows in LIBRARY_ROWS if rows > 64 and rows != 4096}
+    for rows, kind in {
+        1: "narrow",
+        48: "tile",
+        96: "library",
+        97: "tile",
+        4095: "tile",
+        4096: "tile",
+        8192: "library",
+    }.items():
+        x, out = cuda_probe._trial(group, torch.float16, rows)
+        group(x, out, overlap=False)
+        assert group.ran[-1] == (kind, rows)
 
 
 def test_rows_are_proved_as_far_apart_as_they_are_served() -> None:
     """What the library runs can follow from how rows are aligned."""
     strides = set()
     group = FakeGroup({"library": lambda out: strides.add(out.stride(0))}, columns=67)
-    cuda_probe._proved(group, picks(LIBRARY), torch.float16)
+    cuda_probe._proved(group, library_above(32), torch.float16)
     assert strides == {80}
 
 

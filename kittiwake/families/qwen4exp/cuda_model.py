@@ -25,7 +25,7 @@ from kittiwake.engine.states import StateTable
 from kittiwake.errors import CheckpointError, DeviceError
 from kittiwake.families.contract import ModelConfig, SequencesError
 from kittiwake.families.cuda_model import DTYPES, check_weights
-from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket
+from kittiwake.families.cuda_rows import DECODE_BUCKETS, Piece, SentRows, Shape, bucket, padded_shape
 from kittiwake.families.qwen4exp.cuda_blocks import Launch
 from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, room_bytes
 from kittiwake.families.qwen4exp.cuda_rows import CudaRows, MetaBuffer, graph_shape, pieces_of
@@ -261,7 +261,8 @@ class Qwen4ExpCuda:
                 graph.replay()
             self._fetch(logits, piece, 0, len(piece.want), out)
             return
-        launch = self._launch(self._meta.fill(piece, seen), states, int((seen + np.diff(piece.starts)).max()))
+        rows = self._meta.fill(piece, seen, padded_shape(piece, self.most_rows))
+        launch = self._launch(rows, states, int((seen + np.diff(piece.starts)).max()))
         copies = partial(self._copy_streams, hidden, piece) if hidden else None
         with exact_products(self.place):
             for segment in range(self._trunk.segments):
@@ -312,7 +313,7 @@ class Qwen4ExpCuda:
             g = self._g
             means = launch.get("floats", g.width)
             mean_streams(launch.get("x", g.stream_width), g.streams, means)
-            arrays[layer][piece.rows] = means.cpu().numpy()
+            arrays[layer][piece.rows] = means[: len(piece.rows)].cpu().numpy()
 
     # -- graphs
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kittiwake.families.cuda_rows import largest_bucket
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.sizes import attention_sizes, delta_sizes, expert_sizes
 from kittiwake.layers.cuda_linear import padded_row
@@ -22,7 +23,7 @@ _LEAST_ROWS = 512
 
 def most_rows_for(memory_bytes: int) -> int:
     """Most rows of one launch on a card of so much memory."""
-    return min(MOST_ROWS, max(_LEAST_ROWS, int(memory_bytes / 2**30 * _ROWS_PER_GIB) // 256 * 256))
+    return largest_bucket(min(MOST_ROWS, max(_LEAST_ROWS, int(memory_bytes / 2**30 * _ROWS_PER_GIB))))
 
 
 @dataclass(frozen=True)

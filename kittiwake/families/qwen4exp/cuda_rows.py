@@ -16,7 +16,6 @@ from kittiwake.families.cuda_rows import (
     Shape,
     bucket,
     cut,
-    own_shape,
     parts_length,
     split_parts,
 )
@@ -66,9 +65,8 @@ class MetaBuffer(SentRows):
         """Where a launch of this shape reads."""
         return CudaRows(shape, *split_parts(self._device, _sizes(shape)))
 
-    def fill(self, piece: Piece, seen: np.ndarray, shape: Shape | None = None) -> CudaRows:
-        """Send a piece, padded to ``shape`` where one is given; ``seen`` [B] are the tokens before it of each sequence."""
-        shape = shape or own_shape(piece)
+    def fill(self, piece: Piece, seen: np.ndarray, shape: Shape) -> CudaRows:
+        """Send a piece, padded to ``shape``; ``seen`` [B] are the tokens before it of each sequence."""
         array = self.next().numpy()
         length = parts_length(_sizes(shape))
         array[:length] = 0

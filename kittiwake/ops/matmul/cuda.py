@@ -71,9 +71,11 @@ def narrow_product(
     *,
     overlap: bool,
     parts: int = 1,
+    ahead: torch.Tensor | None = None,
 ) -> None:
     """x [inputs, M, *] or [M, *] → out [M, *]; weights and their table as ``ops/matmul/triton.py`` describes them.
 
+    ``ahead`` int64 [ranges, 2], of address and bytes, both multiples of 16: memory to be brought to L2 meanwhile.
     ``parts`` > 1 defines other sums: K in so many equal parts, each a multiple of 16, in order each and added in order.
     """
     rows = out.shape[0]
@@ -81,7 +83,9 @@ def narrow_product(
     kernel = _product(x.dtype, config, size, out.dtype == torch.float32, parts)
     grid = (lines.shape[0] * 32 // config.bn, -(-rows // size), 1)
     group = x.stride(0) if x.dim() == 3 else 0
-    given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0), BEGIN_NEXT)
+    strides = (x.stride(-2), group, out.stride(0))
+    ranges = (lines, 0) if ahead is None else (ahead, len(ahead))
+    given = (x, weight, out, lines, activations, rows, *strides, BEGIN_NEXT, *ranges)
     kernel(grid, parts * config.bn // config.wn * 32, given, overlap=overlap)
 
 

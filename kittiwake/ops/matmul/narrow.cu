@@ -2,7 +2,8 @@
 // any other product that walks K in order on the same matrix units (layers/cuda_probe.py proves it).
 //
 // A block makes BN output columns of ROWS rows; a warp makes WN of the columns. Weights are staged ahead through shared
-// memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it.
+// memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it. When a block has
+// its sums it asks for its share of what comes next to be brought from memory to L2, which is idle until the next product runs.
 //
 // PARTS > 1 is another definition of a sum: K in that many equal parts, a warp's chain for each, the parts added in order.
 //
@@ -67,6 +68,20 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Every block asks for its share of some ranges of memory to be brought to L2: ahead int64 [ranges, 2], address and bytes.
+__device__ __forceinline__ void bring_ahead(const long long* ahead, int ranges) {
+#if __CUDA_ARCH__ >= 900
+  constexpr long long PIECE = 4096;
+  for (int i = 0; i < ranges; i++) {
+    const long long at = ahead[2 * i], bytes = ahead[2 * i + 1], pieces = (bytes + PIECE - 1) / PIECE;
+    for (long long p = (long long)threadIdx.x * gridDim.x + blockIdx.x; p < pieces; p += (long long)THREADS * gridDim.x) {
+      const int size = (int)min(bytes - p * PIECE, PIECE);
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at + p * PIECE), "r"(size) : "memory");
+    }
+  }
+#endif
+}
+
 // The operands of KC of K: weights by 32, rows by 16 (up to 8 rows: by 32, the lower half of a tile being nothing).
 struct Operands {
   unsigned b[KC / 32][NT][4], a[ROWS <= 8 ? KC / 32 : KC / 16][MT][4];
@@ -111,7 +126,8 @@ struct Operands {
 // lines: int64 [columns / 32, 6]: input, first column of x, first element of w, depth, first column of y, columns left.
 extern "C" __global__ void __launch_bounds__(THREADS) product(
     const elem* __restrict__ x, const elem* __restrict__ w, out_t* __restrict__ y, const long long* __restrict__ lines,
-    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
+    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next,
+    const long long* __restrict__ ahead, int ranges) {
   extern __shared__ __align__(16) elem shared[];
   const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * PARTS * BN * STRIDE * 2;
   if (begin_next == 1) let_next_begin();
@@ -198,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     }
   }
   if (begin_next == 2) let_next_begin();
+  if (blockIdx.y == 0) bring_ahead(ahead, ranges);
 #if PARTS > 1
   __syncthreads();  // nobody reads a stage any more
   float* sums = (float*)shared + (warp * MT * NT * 4) * 32 + lane;  // [PARTS - 1, BN / WN, MT * NT * 4, 32]

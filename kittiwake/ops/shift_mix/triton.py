@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kittiwake.ops.triton_launch import row_options
 
-BEGIN_NEXT = True
-"""Whether the next kernel may begin at once, rather than when these have ended."""
+EARLY_ROWS = 4
+"""Rows up to which the next kernel may begin at once, rather than when these have ended; with more it takes their place."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def _as_added(y: torch.Tensor | Added) -> Added:
     return y if isinstance(y, Added) else Added(y)
 
 
-def _options(width: int, overlap: bool) -> dict[str, Any]:
-    return row_options(width, overlap) | {"EARLY": BEGIN_NEXT}
+def _options(rows: int, width: int, overlap: bool) -> dict[str, Any]:
+    return row_options(width, overlap) | {"EARLY": rows <= EARLY_ROWS}
 
 
 @triton.jit
@@ -247,7 +247,8 @@ def embed_rows(
     An id below 0 stands for the token drawn last for its sequence's slot, ``drawn`` int64 [S].
     """
     rows, width = x.shape
-    embed_kernel[(rows,)](ids, owners, slots, drawn, table, norm[0], norm[1], x, width, eps, **_options(width, overlap))
+    options = _options(rows, width, overlap)
+    embed_kernel[(rows,)](ids, owners, slots, drawn, table, norm[0], norm[1], x, width, eps, **options)
 
 
 def shift_mix(
@@ -298,7 +299,7 @@ def shift_mix(
         KEEPS=kept is not None,
         MIXES=count,
         SPLIT=is_split,
-        **_options(width, overlap),
+        **_options(rows, width, overlap),
     )
 
 
@@ -328,7 +329,7 @@ def norm_rows(
         eps,
         added.scale,
         HAS_GATE=added.gate is not None,
-        **_options(width, overlap),
+        **_options(len(rows), width, overlap),
     )
 
 
@@ -346,5 +347,5 @@ def commit_shifts(
         sequences,
         first.shape[1],
         width,
-        **_options(width, overlap),
+        **_options(sequences, width, overlap),
     )

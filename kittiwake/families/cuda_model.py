@@ -82,10 +82,7 @@ class CudaModel(ABC):
         """Epsilon of the norm before the head."""
         self.place = place or torch.device("cuda", torch.cuda.current_device())
         self._is_on_card = self.place.type == "cuda"
-        card = torch.cuda.get_device_properties(self.place) if self._is_on_card else None
-        memory = 0 if card is None else card.total_memory
-        self.most_ahead = 0 if card is None else card.L2_cache_size // 2
-        """Bytes of weights that one product has brought to L2 for those behind it."""
+        memory = torch.cuda.get_device_properties(self.place).total_memory if self._is_on_card else 0
         self.most_rows = largest_bucket(min(MOST_ROWS, max(DECODE_BUCKETS[-1], int(memory / 2**30 * 128))))
         self.overlap = can_overlap(self.place)
         self.embedding = torch.zeros((vocab, width), dtype=self.element, device=self.place)

@@ -90,13 +90,6 @@ class Rwkv7Cuda(CudaModel):
         self._layer_list = [_Layer(index, sizes, self) for index in range(sizes.layers)]
         self._by_name = {p.name: g for g in self.groups for p in g.products}
         self._wkv = kernels(sizes.head_size, self.element)
-        self._bring_ahead()
-
-    def _bring_ahead(self) -> None:
-        """Memory is idle while a time mix or a token shift waits for the launch in front: weights come to L2 meanwhile."""
-        for layer, after in zip(self._layer_list, [*self._layer_list[1:], None], strict=True):
-            layer.projections.bring([layer.output, layer.ffn_key], self.most_ahead)
-            layer.ffn_value.bring([self.head] if after is None else [after.projections], self.most_ahead)
 
     @property
     def groups(self) -> Iterator[CudaGroup]:

@@ -164,17 +164,6 @@ class CudaGroup:
         )
         self._has_pieces_of_4 = all(p.input_column % 4 == 0 and p.depth % 4 == 0 for p in products)
         self.picks = default_picks(self.depth, dtype, len(products) > 1)
-        self._ahead: torch.Tensor | None = None
-
-    def bring(self, groups: Sequence[CudaGroup], most_bytes: int) -> None:
-        """From now on, narrow products of this group have weights of these brought to the card's L2, up to so many bytes."""
-        ranges = []
-        for group in groups:
-            size = min(group.nbytes, most_bytes) // 16 * 16
-            most_bytes -= size
-            ranges += [(group.weight.data_ptr(), size)] if size else []
-        device = self.weight.device
-        self._ahead = torch.tensor(ranges, dtype=torch.int64, device=device) if ranges else None
 
     @property
     def key(self) -> str:
@@ -243,9 +232,7 @@ class CudaGroup:
         """The same by a choice."""
         if choice.kind == "narrow":
             assert isinstance(choice.layout, Narrow)
-            narrow_product(
-                x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap, ahead=self._ahead
-            )
+            narrow_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)
         elif choice.kind == "plain":
             assert isinstance(choice.layout, Plain)
             float32_product(x, self.weight, out, self.lines, self._codes, choice.layout, overlap=overlap)

@@ -37,7 +37,6 @@ _IN_C = {
     "{ .reg .pred p; setp.gt.s32 p, %2, 0; @p cp.async": "emulated::copy_ahead({0}, {1}, 16, {2} > 0)",
     "{ .reg .pred p; setp.ne.s32 p, %3, 0; @p cp.async": "emulated::copy_ahead({all})",
     "{ .reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.f32": "emulated::store_if({all})",
-    "cp.async.bulk.prefetch.L2.global": "(void)0",
     "cp.async.commit_group": "emulated::commit()",
     "cp.async.wait_group %0": "emulated::wait_group({0})",
     "cp.async.wait_group 0": "emulated::wait_group(0)",

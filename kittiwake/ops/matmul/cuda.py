@@ -25,6 +25,8 @@ class Narrow:
     wn: int = 8
     bk: int = 256
     stages: int = 4
+    helpers: int = 0
+    """Warps that only copy, at least a thread for every 8 of ``bk``; with none, those that make sums copy too."""
 
     def shared_bytes(self, rows: int, parts: int = 1) -> int:
         """Shared memory of a block for ``rows`` rows."""
@@ -47,7 +49,8 @@ def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool,
         f"ROWS={rows}",
         f"OUT32={int(is_wide_out)}",
     )
-    return given if parts == 1 else (*given, f"PARTS={parts}")
+    more = {"HELPERS": config.helpers or None, "PARTS": parts if parts > 1 else None}
+    return (*given, *(f"{name}={value}" for name, value in more.items() if value is not None))
 
 
 @lru_cache(maxsize=256)
@@ -71,11 +74,9 @@ def narrow_product(
     *,
     overlap: bool,
     parts: int = 1,
-    ahead: torch.Tensor | None = None,
 ) -> None:
     """x [inputs, M, *] or [M, *] → out [M, *]; weights and their table as ``ops/matmul/triton.py`` describes them.
 
-    ``ahead`` int64 [ranges, 2], of address and bytes, both multiples of 16: memory to be brought to L2 meanwhile.
     ``parts`` > 1 defines other sums: K in so many equal parts, each a multiple of 16, in order each and added in order.
     """
     rows = out.shape[0]
@@ -83,10 +84,8 @@ def narrow_product(
     kernel = _product(x.dtype, config, size, out.dtype == torch.float32, parts)
     grid = (lines.shape[0] * 32 // config.bn, -(-rows // size), 1)
     group = x.stride(0) if x.dim() == 3 else 0
-    strides = (x.stride(-2), group, out.stride(0))
-    ranges = (lines, 0) if ahead is None else (ahead, len(ahead))
-    given = (x, weight, out, lines, activations, rows, *strides, BEGIN_NEXT, *ranges)
-    kernel(grid, parts * config.bn // config.wn * 32, given, overlap=overlap)
+    given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0), BEGIN_NEXT)
+    kernel(grid, (parts * config.bn // config.wn + config.helpers) * 32, given, overlap=overlap)
 
 
 def activate(out: torch.Tensor, column: int, columns: int, activation: str) -> None:

@@ -2,8 +2,9 @@
 // any other product that walks K in order on the same matrix units (layers/cuda_probe.py proves it).
 //
 // A block makes BN output columns of ROWS rows; a warp makes WN of the columns. Weights are staged ahead through shared
-// memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it. When a block has
-// its sums it asks for its share of what comes next to be brought from memory to L2, which is idle until the next product runs.
+// memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it.
+//
+// HELPERS warps do nothing but copy, and those that make sums copy nothing: a chain waits for no instruction but its own.
 //
 // PARTS > 1 is another definition of a sum: K in that many equal parts, a warp's chain for each, the parts added in order.
 //
@@ -46,7 +47,12 @@ typedef elem out_t;
 #ifndef PARTS
 #define PARTS 1
 #endif
-#define THREADS (PARTS * BN / WN * 32)
+#ifndef HELPERS
+#define HELPERS 0
+#endif
+#define SUMMING (PARTS * BN / WN * 32)  // threads that make sums
+#define THREADS (SUMMING + HELPERS * 32)
+#define COPYING (HELPERS ? HELPERS * 32 : SUMMING)
 #define MT (ROWS < 16 ? 1 : ROWS / 16)  // row tiles of a matrix instruction
 #define NT (WN / 8)  // column tiles of a warp
 #define KC (MT * NT > 2 ? 32 : 64)  // K whose operands are held in registers, twice: these in use, the next on their way
@@ -66,20 +72,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Every block asks for its share of some ranges of memory to be brought to L2: ahead int64 [ranges, 2], address and bytes.
-__device__ __forceinline__ void bring_ahead(const long long* ahead, int ranges) {
-#if __CUDA_ARCH__ >= 900
-  constexpr long long PIECE = 4096;
-  for (int i = 0; i < ranges; i++) {
-    const long long at = ahead[2 * i], bytes = ahead[2 * i + 1], pieces = (bytes + PIECE - 1) / PIECE;
-    for (long long p = (long long)threadIdx.x * gridDim.x + blockIdx.x; p < pieces; p += (long long)THREADS * gridDim.x) {
-      const int size = (int)min(bytes - p * PIECE, PIECE);
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at + p * PIECE), "r"(size) : "memory");
-    }
-  }
-#endif
 }
 
 // The operands of KC of K: weights by 32, rows by 16 (up to 8 rows: by 32, the lower half of a tile being nothing).
@@ -126,8 +118,7 @@ struct Operands {
 // lines: int64 [columns / 32, 6]: input, first column of x, first element of w, depth, first column of y, columns left.
 extern "C" __global__ void __launch_bounds__(THREADS) product(
     const elem* __restrict__ x, const elem* __restrict__ w, out_t* __restrict__ y, const long long* __restrict__ lines,
-    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next,
-    const long long* __restrict__ ahead, int ranges) {
+    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
   extern __shared__ __align__(16) elem shared[];
   const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * PARTS * BN * STRIDE * 2;
   if (begin_next == 1) let_next_begin();
@@ -137,9 +128,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   const int part = depth / PARTS, w_part = PARTS == 1 ? w_stride : part;  // K of a part, in x and in w
   const int own_rows = min(rows - (int)blockIdx.y * ROWS, ROWS);
   const int steps = (part + BK - 1) / BK;
+  const bool sums_here = !HELPERS || threadIdx.x < SUMMING, copies_here = !HELPERS || threadIdx.x >= SUMMING;
   // A thread copies 16 bytes of every SKIP-th row, always at the same place of a stage.
-  constexpr unsigned PER_ROW = BK / 8, SKIP = THREADS / PER_ROW;
-  const unsigned own_row = threadIdx.x / PER_ROW, own_k = threadIdx.x % PER_ROW * 8;
+  constexpr unsigned PER_ROW = BK / 8, SKIP = COPYING / PER_ROW;
+  const unsigned copier = HELPERS ? (threadIdx.x - SUMMING) % COPYING : threadIdx.x;
+  const unsigned own_row = copier / PER_ROW, own_k = copier % PER_ROW * 8;
   // Stages hold the rows of all parts, part by part; row and part of a thread's rows are sums without a carry.
   const unsigned w_row = PARTS == 1 ? own_row : own_row % BN, x_row = PARTS == 1 ? own_row : own_row % ROWS;
   const char* w_from = (const char*)(w + line[2] + (size_t)(inner + w_row) * w_stride + own_k);
@@ -150,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   const long long w_next = (SKIP > BN ? SKIP / BN : 1) * ((long long)part - (long long)BN * w_stride) * 2;
   const long long x_next = (SKIP > ROWS ? SKIP / ROWS : 1) * ((long long)part - (long long)ROWS * x_stride) * 2;
   auto fetch_w = [&](int step) {
+    if (!copies_here) return;
     const unsigned to = w_at + own_at + step % STAGES * (PARTS * BN * STRIDE * 2);
     const char* from = w_from + (size_t)step * (BK * 2);
     const int bytes = step * BK + (int)own_k < w_part ? 16 : 0, is_wanted = step < steps;
@@ -160,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     }
   };
   auto fetch_x = [&](int step) {
+    if (!copies_here) return;
     const unsigned to = x_at + own_at + step % STAGES * (PARTS * ROWS * STRIDE * 2);
     const char* from = x_from + (size_t)step * (BK * 2);
     const int bytes = min(max((part - step * BK - (int)own_k) * 2, 0), 16), wanted = step < steps ? own_rows - (int)x_row : 0;
@@ -176,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   // rows that do not exist are zero in every stage
-  for (int s = 0; s < STAGES; s++)
+  for (int s = 0; s < STAGES && copies_here; s++)
     for (int row = own_row; row < PARTS * ROWS; row += SKIP)
       if ((PARTS == 1 ? row : row % ROWS) >= own_rows)
         *(uint4*)(shared + (STAGES * PARTS * BN + s * PARTS * ROWS + row) * STRIDE + own_k) = make_uint4(0, 0, 0, 0);
@@ -203,10 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     const unsigned w_now = w_lane + step % STAGES * PARTS * BN * STRIDE * 2;
     const unsigned x_now = x_lane + step % STAGES * PARTS * ROWS * STRIDE * 2;
     Operands now[2];
-    now[0].load(w_now, x_now, 0);
+    if (sums_here) now[0].load(w_now, x_now, 0);
     fetch_w(step + STAGES - 1);
     fetch_x(step + STAGES - 1);
     asm volatile("cp.async.commit_group;" ::: "memory");
+    if (!sums_here) continue;
     #pragma unroll
     for (int i = 0; i < BK / KC; i++) {
       if (i + 1 < BK / KC) now[(i + 1) % 2].load(w_now, x_now, (i + 1) * KC);
@@ -214,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     }
   }
   if (begin_next == 2) let_next_begin();
-  if (blockIdx.y == 0) bring_ahead(ahead, ranges);
+  if (!sums_here) return;
 #if PARTS > 1
   __syncthreads();  // nobody reads a stage any more
   float* sums = (float*)shared + (warp * MT * NT * 4) * 32 + lane;  // [PARTS - 1, BN / WN, MT * NT * 4, 32]

@@ -231,6 +231,23 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("
     return free
 
 
+_ENDED = re.compile(
+    r"Tried to allocate (?P<asked>[\d.]+ \w+)\."
+    r" GPU \d+ has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free\."
+    r"(?:.*?(?P<allowed>[\d.]+ \w+) allowed;)?",
+    re.DOTALL,
+)
+
+
+def _asked_and_free(said: str) -> str:
+    """How much was asked for and is there, of what torch says of memory that ended; it goes on to list every process."""
+    found = _ENDED.search(said)
+    if found is None:
+        return said.partition("\n")[0]
+    allowed = f", this process may have {found['allowed']}" if found["allowed"] else ""
+    return f"{found['asked']} were asked for, {found['free']} of {found['total']} are free{allowed}"
+
+
 @contextmanager
 def device_memory_for(what: str, hint: str) -> Iterator[None]:
     """Around what takes memory of a card: where it ends, raises DeviceError that names ``what`` has no room."""
@@ -239,8 +256,7 @@ def device_memory_for(what: str, hint: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as err:
-        said = str(err).partition("\n")[0].partition(" Of the allocated memory")[0]
-        raise DeviceError(f"the card has no room for {what}: {said}", hint) from err
+        raise DeviceError(f"the card has no room for {what}: {_asked_and_free(str(err))}", hint) from err
 
 
 class OnDevice(Protocol):

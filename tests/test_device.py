@@ -132,15 +132,35 @@ def test_a_card_with_everything_is_taken(card: SimpleNamespace, monkeypatch: pyt
     assert why_no_cuda() == ""
 
 
-def test_the_end_of_a_cards_memory_is_a_clear_error() -> None:
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        ("", ""),
+        (" Process 498 has 946.00 MiB memory in use.\nProcess 513 has 1.46 GiB memory in use.", ""),
+        (
+            " Including non-PyTorch memory, this process has 6.00 GiB memory in use. 452.00 MiB allowed;",
+            ", this process may have 452.00 MiB",
+        ),
+    ],
+)
+def test_the_end_of_a_cards_memory_is_a_clear_error(more: str, limit: str) -> None:
     said = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free."
-        " Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+        f"{more} Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
     )
-    expected = r"no room for 9 slots: .*2\.00 GiB.*1\.00 GiB is free\. \(take fewer\)$"
-    with pytest.raises(DeviceError, match=expected) as raised, device_memory_for("9 slots", "take fewer"):
+    expected = f"no room for 9 slots: 2.00 GiB were asked for, 1.00 GiB of 8.00 GiB are free{limit} (take fewer)"
+    with pytest.raises(DeviceError) as raised, device_memory_for("9 slots", "take fewer"):
         raise torch.OutOfMemoryError(said)
+    assert str(raised.value) == f"the card has {expected}"
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_other_faults_are_not_the_end_of_memory() -> None:
+    with (
+        pytest.raises(DeviceError, match=r"9 slots: the cards are full \(take"),
+        device_memory_for("9 slots", "take fewer"),
+    ):
+        raise torch.OutOfMemoryError("the cards are full\nand more")
     with pytest.raises(RuntimeError, match="another"), device_memory_for("9 slots", "take fewer"):
         raise RuntimeError("another fault")
 

@@ -56,14 +56,15 @@ class DeviceSteps:
         self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._graphs: dict[tuple[int, int, int, bool], Any] = {}
-        self._in_use: set[int] = set()
+        self._is_greedy: dict[int, bool] = {}
+        """Of each slot that draws, as long as it does."""
 
     def begin(
         self, slot: int, params: SamplingParams, position: int, given: Sequence[int], ends: Sequence[int]
     ) -> None:
         """A slot will draw its first token: how, where, after what, and which ids not yet."""
         self.sampler.set_row(slot, params, position, given, ends)
-        self._in_use.add(slot)
+        self._is_greedy[slot] = params.temperature == 0.0
 
     def let_end(self, slot: int, ends: Sequence[int]) -> None:
         """From the next draw on these ids may come."""
@@ -71,8 +72,7 @@ class DeviceSteps:
 
     def end(self, slot: int) -> None:
         """A slot draws no more."""
-        if slot in self._in_use:
-            self._in_use.remove(slot)
+        if self._is_greedy.pop(slot, None) is not None:
             self.sampler.clear_row(slot)
 
     @on_its_card
@@ -87,7 +87,8 @@ class DeviceSteps:
         return self._draw(sent(rows, self._states.device), None, flight)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor | None, flight: Flight) -> Flight:
-        greedy = all(request.answer.params.temperature == 0.0 for request in flight.drawn)
+        # a captured draw is one of every slot that has settings, be it among those to be drawn or not
+        greedy = all(self._is_greedy.get(request.slot, True) for request in flight.rows)
         if flight.drawn:
             if slots is not None:
                 self._graph(logits, slots, greedy).replay()

@@ -458,6 +458,8 @@ class Engine:
     def _settle(self, request: Request, last: int, reason: str) -> None:
         """Bring the slot to the last accepted token: eat what is missing, or go back to a snapshot and eat from there."""
         request.finish_reason, request.stage = reason, Stage.SETTLING
+        if self._device is not None:
+            self._device.end(request.slot)  # what it eats from now on is followed by no draw
         request.tokens.append(last)
         del request.tokens[request.prompt_tokens + request.answer.accepted :]
         if request.fed > len(request.tokens):

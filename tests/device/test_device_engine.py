@@ -114,7 +114,7 @@ def memory_limit(spare_bytes: int) -> Iterator[None]:
 def test_a_model_that_does_not_fit_is_refused_in_clear_words() -> None:
     with (
         memory_limit(1 << 29),
-        pytest.raises(DeviceError, match=r"no room for random 1\.5b kept as fp16: CUDA out of mem"),
+        pytest.raises(DeviceError, match=r"no room for random 1\.5b kept as fp16: \S+ \w+ were asked for, "),
     ):
         load_random("1.5b", EngineConfig(device="cuda", dtype="fp16"))
 
@@ -122,7 +122,8 @@ def test_a_model_that_does_not_fit_is_refused_in_clear_words() -> None:
 def test_slots_that_do_not_fit_are_refused_in_clear_words() -> None:
     model = packaged().loaded.model
     slots = (1 << 30) // model.state_spec.slot_bytes
-    with memory_limit(1 << 28), pytest.raises(DeviceError, match=rf"no room for {slots} slots of .* take fewer slots"):
+    expected = rf"^the card has no room for {slots} slots of [^:]+: [^:]+ may have [\d.]+ \w+ \(take fewer slots\)$"
+    with memory_limit(1 << 28), pytest.raises(DeviceError, match=expected):
         new_states(model, slots)
     answer = packaged().generate(PROMPTS[1], KINDS[0])  # and the engine goes on
     assert len(answer[0].token_ids) == 24

@@ -35,6 +35,8 @@ class LateDevice:
         self.launches = 0
         self.ran_ahead = 0
         """Rows that were fed with a token that the host had not read."""
+        self.settled_beside_a_draw = 0
+        """Rows of which no token was drawn while one was of others."""
 
     def begin(
         self, slot: int, params: SamplingParams, position: int, given: Sequence[int], ends: Sequence[int]
@@ -60,6 +62,10 @@ class LateDevice:
 
     def _draw(self, logits: np.ndarray, flight: Flight) -> Flight:
         self.launches += 1
+        drawn = {request.slot for request in flight.drawn}
+        settled = {request.slot for request in flight.rows} & set(self._rows) - drawn
+        assert not settled, f"a card would draw for slots {settled}: they have settings, and nobody waits for a token"
+        self.settled_beside_a_draw += len(flight.rows) - len(flight.drawn) if flight.drawn else 0
         if self._last is not None:
             self._last.fill_(torch.nan)  # as the next launch of a card overwrites them
         self._last = torch.from_numpy(np.array(logits, dtype=np.float32))

@@ -93,6 +93,23 @@ def test_a_kept_state_stands_at_the_last_accepted_token(monkeypatch: pytest.Monk
     assert on.tokens == ask(make_engine(), [], params, start_from=plain.state).tokens
 
 
+def test_a_request_that_settles_draws_no_more_beside_one_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of steps draws for all slots that have settings; here the sampled one ends, and its state is still to come."""
+    greedy = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    sampled = SamplingParams(max_tokens=6, temperature=0.9, repetition_penalty=1.2, seed=6, ignore_eos=True)
+    alone = [ask(make_engine(), prompt_of(7, i), one, keep_state=True) for i, one in enumerate((greedy, sampled))]
+    made = use_late_device(monkeypatch)
+    engine = make_engine()
+    numbers = [engine.add(prompt_of(7, i), one, keep_state=True) for i, one in enumerate((greedy, sampled))]
+    crowd = finish(engine, *numbers)
+    assert [one.tokens for one in crowd] == [one.tokens for one in alone]
+    for found, expected in zip(crowd, alone, strict=True):
+        assert found.state.logits is not None and expected.state.logits is not None
+        assert found.state.logits.tobytes() == expected.state.logits.tobytes()
+    # the sampled one's last token is eaten beside a draw of the other
+    assert made[0].settled_beside_a_draw == 1
+
+
 def test_aborting_in_flight_frees_the_slot_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     expected = ask(make_engine(), prompt_of(6, 1), params).tokens

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from triton.runtime import interpreter
 
+from kittiwake.engine import device_steps
 from kittiwake.families import cuda_model
 from kittiwake.families.qwen4exp import cuda_model as qwen4exp
 from tests.emulator.kernels import EmulatedKernel
@@ -95,7 +96,7 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 def recorded_graphs() -> Iterator[None]:
     """Within, models capture such graphs."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cuda_model, qwen4exp):
+        for module in (cuda_model, qwen4exp, device_steps):
             patch.setattr(module, "captured", recorded)
         patch.setattr(interpreter.GridExecutor, "__call__", _recording(interpreter.GridExecutor.__call__))
         patch.setattr(EmulatedKernel, "__call__", _recording(EmulatedKernel.__call__))

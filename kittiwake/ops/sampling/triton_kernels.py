@@ -406,7 +406,10 @@ def pick(  # type: ignore[no-untyped-def]
             target -= tl.sum(tl.where(part < chosen, kept, 0), axis=0)
             ids = chosen * BLOCK + tl.arange(0, BLOCK)
             masses = _kept_masses(record, flags, adjusted, floors, row, ids, top, vocab)
-            token = tl.min(tl.where(tl.cumsum(masses, axis=0) > target, ids, _NO_TOKEN), axis=0)
+            reaches = (tl.cumsum(masses, axis=0) > target) & (masses > 0)
+            token = tl.min(tl.where(reaches, ids, _NO_TOKEN), axis=0)
+            # masses that were not weighed for this draw may reach nothing: the token is an index, here and of embeddings
+            token = tl.where(token == _NO_TOKEN, -2, token)
         tl.store(tokens + slot, token.to(tl.int64))
         if token >= 0:
             # Every thread has read the position before the one that moves it on goes past the barrier.

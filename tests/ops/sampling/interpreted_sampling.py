@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import torch
 import triton
 from triton import language as tl
 
+from kittiwake.engine.device_steps import DeviceSteps
+from kittiwake.engine.flight import Flight
 from kittiwake.engine.request import SamplingParams
 from kittiwake.errors import KittiwakeError
 from kittiwake.ops.sampling import reference, triton_kernels
 from kittiwake.ops.sampling.cases import hostile_rows, not_finite_rows, random_rows
 from kittiwake.ops.sampling.triton import DeviceSampler, _Pool
+from tests.families.recorded_graphs import recorded_graphs
 from tests.ops.hazards import watched
 from tests.ops.sampling.borders import adjusted, may_come
 
@@ -188,6 +192,67 @@ def test_greedy_alone_is_greedy_in_a_mixed_batch() -> None:
             sampler.set_row(slot, GREEDY, 0)
         tokens.append(draw(sampler, rows, [1, 2], greedy_only))
     assert tokens[0] == tokens[1] == [-9, 9, int(rows[1].argmax())]
+
+
+def test_masses_of_another_draw_lead_to_no_token_outside_the_vocabulary() -> None:
+    """A sampled row where only greedy ones were promised: nothing weighs it, and it counts no token of another's memory."""
+    params = SamplingParams(frequency_penalty=0.5, seed=1)
+    position = next(place for place in range(100) if reference.uniform(1, place) > 0.9)
+    sampler = DeviceSampler(65, 1, 2, "cpu", block=32)
+    sampler.set_row(2, SamplingParams(seed=5), 0)
+    draw(sampler, np.zeros((1, 65), dtype=np.float32), [2])  # leaves 65 equal masses behind
+    sampler.set_row(1, params, position)
+    peaked = np.full((1, 65), -90.0, dtype=np.float32)
+    peaked[0, 7] = 90.0
+    assert draw(sampler, peaked, [1], greedy_only=True)[1] == reference.NOTHING_LEFT
+    assert int(sampler._marks_of[1].abs().sum()) == 0
+    assert int(sampler._records[1, int(triton_kernels.POSITION.value)]) == position
+    assert draw(sampler, peaked, [1])[1] == 7
+
+
+class _Asked:
+    """A request, as far as the steps look at it."""
+
+    def __init__(self, slot: int, params: SamplingParams) -> None:
+        self.slot, self.answer = slot, SimpleNamespace(params=params)
+
+
+class _Logits:
+    """A model that gives the same logits at every step, of decoding sequences in slots 1, 2, …"""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.place = torch.device("cpu")
+        self._logits = torch.from_numpy(rows)
+        self._slots = torch.arange(1, len(rows) + 1, dtype=torch.int32)
+
+    def draw_rows(self, slots: int) -> int:
+        return slots
+
+    def forward_to_draw(self, batch: Any, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logits, self._slots
+
+
+def test_a_step_draws_of_every_slot_that_has_settings_what_it_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a captured draw is one of greedy rows alone follows from the slots that it finds settings of."""
+    penalised = SamplingParams(temperature=0.9, repetition_penalty=1.2, seed=6)
+    rows = random_rows(2, 65, seed=4)
+    alone = DeviceSampler(65, 1, 1, "cpu")
+    alone.set_row(1, penalised, 9, (3, 4))
+    expected = draw(alone, rows[1:], [1])[1]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=int, synchronize=int))
+    with recorded_graphs():
+        states = SimpleNamespace(slots=2, device="cpu", drawn=torch.zeros(3, dtype=torch.int64))
+        steps = DeviceSteps(_Logits(rows), states, 65, ())  # type: ignore[arg-type]
+        steps.begin(1, GREEDY, 9, (), ())
+        steps.begin(2, penalised, 9, (3, 4), ())
+        first, second = _Asked(1, GREEDY), _Asked(2, penalised)
+        flight = Flight([first, second], [first], must_land=True)  # type: ignore[list-item]
+        tokens = steps.land(steps.launch(None, flight))  # type: ignore[arg-type]
+        assert tokens[1:] == [int(rows[0].argmax()), expected]
+        steps.end(2)
+        assert steps.land(steps.launch(None, flight))[1:] == [tokens[1], expected]  # type: ignore[arg-type]
+        assert [greedy for *_, greedy in steps._graphs] == [False, True]  # greedy rows alone have a shorter draw again
 
 
 def test_a_slot_used_again_remembers_nothing() -> None:

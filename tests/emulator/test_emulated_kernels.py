@@ -198,5 +198,5 @@ def test_products_in_float32(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_narrow_products(rows: int) -> None:
-    layouts: list[Any] = [(16, 8, 256, 3), (32, 8, 128, 3), (8, 8, 256, 4, 2), (32, 16, 512, 2, 4)]
+    layouts: list[Any] = [(16, 8, 256, 3), (32, 8, 128, 3)]
     same_in_all(group(torch.float16, *PRODUCTS), [Choice("narrow", Narrow(*layout)) for layout in layouts], rows)

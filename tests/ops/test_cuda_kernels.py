@@ -124,7 +124,6 @@ def test_narrow_products_compile(capability: int) -> None:
     layouts = (
         (1, Narrow(), False, 1),
         (8, Narrow(32, 8, 256, 4), True, 1),
-        (8, Narrow(16, 8, 512, 4, 2), False, 1),
         (16, Narrow(32, 16, 128, 3), False, 1),
         (64, Narrow(64, 16, 128, 2), True, 1),
         (1, Narrow(8, 8, 128, 4), False, 4),

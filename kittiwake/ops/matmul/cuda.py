@@ -25,8 +25,6 @@ class Narrow:
     wn: int = 8
     bk: int = 256
     stages: int = 4
-    helpers: int = 0
-    """Warps that only copy, at least a thread for every 8 of ``bk``; with none, those that make sums copy too."""
 
     def shared_bytes(self, rows: int, parts: int = 1) -> int:
         """Shared memory of a block for ``rows`` rows."""
@@ -49,8 +47,7 @@ def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool,
         f"ROWS={rows}",
         f"OUT32={int(is_wide_out)}",
     )
-    more = {"HELPERS": config.helpers or None, "PARTS": parts if parts > 1 else None}
-    return (*given, *(f"{name}={value}" for name, value in more.items() if value is not None))
+    return given if parts == 1 else (*given, f"PARTS={parts}")
 
 
 @lru_cache(maxsize=256)
@@ -85,7 +82,7 @@ def narrow_product(
     grid = (lines.shape[0] * 32 // config.bn, -(-rows // size), 1)
     group = x.stride(0) if x.dim() == 3 else 0
     given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0), BEGIN_NEXT)
-    kernel(grid, (parts * config.bn // config.wn + config.helpers) * 32, given, overlap=overlap)
+    kernel(grid, parts * config.bn // config.wn * 32, given, overlap=overlap)
 
 
 def activate(out: torch.Tensor, column: int, columns: int, activation: str) -> None:

@@ -4,8 +4,6 @@
 // A block makes BN output columns of ROWS rows; a warp makes WN of the columns. Weights are staged ahead through shared
 // memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it.
 //
-// HELPERS warps do nothing but copy, and those that make sums copy nothing: a chain waits for no instruction but its own.
-//
 // PARTS > 1 is another definition of a sum: K in that many equal parts, a warp's chain for each, the parts added in order.
 //
 // DT: 1 float16, 2 bfloat16 · BN, WN: columns of a block, of a warp · BK: K of a stage · STAGES · ROWS: 1, 8, 16, 32 or 64 ·
@@ -47,12 +45,7 @@ typedef elem out_t;
 #ifndef PARTS
 #define PARTS 1
 #endif
-#ifndef HELPERS
-#define HELPERS 0
-#endif
-#define SUMMING (PARTS * BN / WN * 32)  // threads that make sums
-#define THREADS (SUMMING + HELPERS * 32)
-#define COPYING (HELPERS ? HELPERS * 32 : SUMMING)
+#define THREADS (PARTS * BN / WN * 32)
 #define MT (ROWS < 16 ? 1 : ROWS / 16)  // row tiles of a matrix instruction
 #define NT (WN / 8)  // column tiles of a warp
 #define KC (MT * NT > 2 ? 32 : 64)  // K whose operands are held in registers, twice: these in use, the next on their way
@@ -128,11 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   const int part = depth / PARTS, w_part = PARTS == 1 ? w_stride : part;  // K of a part, in x and in w
   const int own_rows = min(rows - (int)blockIdx.y * ROWS, ROWS);
   const int steps = (part + BK - 1) / BK;
-  const bool sums_here = !HELPERS || threadIdx.x < SUMMING, copies_here = !HELPERS || threadIdx.x >= SUMMING;
   // A thread copies 16 bytes of every SKIP-th row, always at the same place of a stage.
-  constexpr unsigned PER_ROW = BK / 8, SKIP = COPYING / PER_ROW;
-  const unsigned copier = HELPERS ? (threadIdx.x - SUMMING) % COPYING : threadIdx.x;
-  const unsigned own_row = copier / PER_ROW, own_k = copier % PER_ROW * 8;
+  constexpr unsigned PER_ROW = BK / 8, SKIP = THREADS / PER_ROW;
+  const unsigned own_row = threadIdx.x / PER_ROW, own_k = threadIdx.x % PER_ROW * 8;
   // Stages hold the rows of all parts, part by part; row and part of a thread's rows are sums without a carry.
   const unsigned w_row = PARTS == 1 ? own_row : own_row % BN, x_row = PARTS == 1 ? own_row : own_row % ROWS;
   const char* w_from = (const char*)(w + line[2] + (size_t)(inner + w_row) * w_stride + own_k);
@@ -143,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   const long long w_next = (SKIP > BN ? SKIP / BN : 1) * ((long long)part - (long long)BN * w_stride) * 2;
   const long long x_next = (SKIP > ROWS ? SKIP / ROWS : 1) * ((long long)part - (long long)ROWS * x_stride) * 2;
   auto fetch_w = [&](int step) {
-    if (!copies_here) return;
     const unsigned to = w_at + own_at + step % STAGES * (PARTS * BN * STRIDE * 2);
     const char* from = w_from + (size_t)step * (BK * 2);
     const int bytes = step * BK + (int)own_k < w_part ? 16 : 0, is_wanted = step < steps;
@@ -154,7 +144,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     }
   };
   auto fetch_x = [&](int step) {
-    if (!copies_here) return;
     const unsigned to = x_at + own_at + step % STAGES * (PARTS * ROWS * STRIDE * 2);
     const char* from = x_from + (size_t)step * (BK * 2);
     const int bytes = min(max((part - step * BK - (int)own_k) * 2, 0), 16), wanted = step < steps ? own_rows - (int)x_row : 0;
@@ -171,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   // rows that do not exist are zero in every stage
-  for (int s = 0; s < STAGES && copies_here; s++)
+  for (int s = 0; s < STAGES; s++)
     for (int row = own_row; row < PARTS * ROWS; row += SKIP)
       if ((PARTS == 1 ? row : row % ROWS) >= own_rows)
         *(uint4*)(shared + (STAGES * PARTS * BN + s * PARTS * ROWS + row) * STRIDE + own_k) = make_uint4(0, 0, 0, 0);
@@ -198,11 +187,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     const unsigned w_now = w_lane + step % STAGES * PARTS * BN * STRIDE * 2;
     const unsigned x_now = x_lane + step % STAGES * PARTS * ROWS * STRIDE * 2;
     Operands now[2];
-    if (sums_here) now[0].load(w_now, x_now, 0);
+    now[0].load(w_now, x_now, 0);
     fetch_w(step + STAGES - 1);
     fetch_x(step + STAGES - 1);
     asm volatile("cp.async.commit_group;" ::: "memory");
-    if (!sums_here) continue;
     #pragma unroll
     for (int i = 0; i < BK / KC; i++) {
       if (i + 1 < BK / KC) now[(i + 1) % 2].load(w_now, x_now, (i + 1) * KC);
@@ -210,7 +198,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     }
   }
   if (begin_next == 2) let_next_begin();
-  if (!sums_here) return;
 #if PARTS > 1
   __syncthreads();  // nobody reads a stage any more
   float* sums = (float*)shared + (warp * MT * NT * 4) * 32 + lane;  // [PARTS - 1, BN / WN, MT * NT * 4, 32]

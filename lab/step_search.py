@@ -1,0 +1,196 @@
+"""Which layouts of products make whole decode steps fast, rather than each product alone?
+
+    python lab/step_search.py [--parts 1.5b-1,1.5b-8,1.5b-32,0.1b-1] [--json FILE]
+
+Kernels that are fast alone can leave the one behind them no room to begin early, and the other way round. For a shape and a
+number of requests every place of a layer is tried in turn with every layout in the step itself, and keeps the fastest; bits
+are compared with those of the picks that were there. fp16. ``picks`` of the document are what was better, by shape and limit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from card import Report
+
+from kittiwake.bench.random import load_random
+from kittiwake.config import EngineConfig
+from kittiwake.device import usable_cores
+from kittiwake.engine.batch import Batch
+from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, exact_products
+from kittiwake.layers.cuda_probe import _document, _trial
+from kittiwake.ops.head_kernels import LOW_ROWS
+from kittiwake.ops.matmul.cuda import Narrow
+from kittiwake.ops.matmul.triton import Config
+from tests.device.runs import Runs
+
+CASES = ("1.5b-1", "1.5b-8", "1.5b-32", "0.1b-1")
+MOST_SHARED = 112 * 1024
+NARROW = [
+    Narrow(bn, wn, bk, stages)
+    for bn, wn in ((8, 8), (16, 8), (16, 16), (32, 8), (32, 16), (64, 16))
+    for bk, depths in ((128, (4, 8, 12)), (256, (3, 4, 6, 10)), (512, (3, 4, 6)))
+    for stages in depths
+    if bn // wn * 32 >= bk // 8
+]
+TILES = {
+    8: [(16, 16, 256, 2, 4), (16, 32, 128, 2, 6), (16, 16, 128, 2, 6), (16, 32, 256, 4, 3), (16, 16, 256, 1, 4)],
+    32: [(32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 64, 64, 4, 5),
+         (32, 16, 128, 2, 6), (32, 16, 256, 4, 3), (32, 32, 256, 4, 3), (32, 16, 256, 1, 4), (32, 32, 64, 2, 8)],
+}  # fmt: skip
+PLACES = ("projections", "low_rank", "output", "ffn_key", "ffn_value")
+
+
+class Step:
+    """A decode step of so many requests, whose places can be served by other choices."""
+
+    def __init__(self, runs: Runs, rows: int) -> None:
+        self.rows = rows
+        self.model, self.states = cast(Any, runs.model), cast(Any, runs.states)
+        self.slots = runs.slots(rows)
+        self.batch = Batch.pack([(slot, runs.ids(1)) for slot in self.slots])
+        self._limit = next(i for i, most in enumerate(ROW_LIMITS) if rows <= most)
+
+    @property
+    def limit(self) -> int:
+        """The rows up to which a pick for this step serves."""
+        return ROW_LIMITS[self._limit]
+
+    def groups(self, place: str) -> list[CudaGroup]:
+        """Of all layers."""
+        return [getattr(layer, place) for layer in self.model._layer_list]
+
+    def put(self, place: str, choice: Choice) -> None:
+        """Set what serves a place."""
+        for group in self.groups(place):
+            choices = list(group.picks.choices)
+            choices[self._limit] = choice
+            group.picks = replace(group.picks, choices=tuple(choices))
+
+    def logits(self) -> torch.Tensor:
+        """Of three steps from nothing, by a fresh graph."""
+        self.states.graphs.clear()
+        self.states.pool = None
+        for slot in self.slots:
+            self.states.clear(slot)
+        return torch.cat([self.model.forward_on_device(self.batch, self.states).clone() for _ in range(3)])
+
+    def time_us(self, count: int = 25) -> float:
+        """Median µs of the graph that :meth:`logits` made."""
+        graph = next(iter(self.states.graphs.values()))[0]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        taken = []
+        for _ in range(count):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(taken)
+
+
+def candidates(group: CudaGroup, rows: int) -> list[Choice]:
+    """What can serve a place."""
+    size = 1 if rows == 1 else 8
+    found = [Choice("narrow", one) for one in NARROW if rows <= 8 and one.shared_bytes(size) <= MOST_SHARED]
+    found += [Choice("tile", Config(*one)) for one in TILES.get(rows, ())]
+    found += [Choice("library")] if rows in group.picks.library_rows else []
+    return [choice for choice in found if group.can_run(choice, group.dtype)]
+
+
+def compiled(step: Step) -> None:
+    """Compile what is tried, side by side."""
+    works = []
+    for place in PLACES:
+        group = step.groups(place)[1]
+        given, out = _trial(group, group.dtype, step.rows)
+        works += [partial(group.run, choice, given, out, overlap=True) for choice in candidates(group, step.rows)]
+
+    def once(work: Callable[[], None]) -> None:
+        with torch.cuda.device(0), suppress(Exception):
+            work()
+
+    with exact_products(), ThreadPoolExecutor(min(16, usable_cores())) as pool:
+        list(pool.map(once, works))
+    torch.cuda.synchronize()
+
+
+def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
+    """The fastest layouts of one step, place by place."""
+    step = Step(runs, rows)
+    name = f"{step.model.width}, {rows} requests"
+    compiled(step)
+    report.say(f"{name}: compiled")
+    wanted = step.logits()
+    first = best = step.time_us(60)
+    changed: dict[str, Choice] = {}
+    for turn in range(passes):
+        for place in PLACES:
+            if place == "low_rank" and rows <= LOW_ROWS:
+                continue
+            group = step.groups(place)[1]
+            kept = group.picks.choice(rows)
+            tried: dict[Choice, float] = {}
+            for choice in candidates(group, rows):
+                step.put(place, choice)
+                with suppress(RuntimeError):
+                    if torch.equal(step.logits(), wanted):
+                        tried[choice] = step.time_us()
+            step.put(place, kept)
+            step.logits()
+            here = step.time_us(60)
+            for choice in sorted(tried, key=tried.__getitem__)[:3]:
+                step.put(place, choice)
+                step.logits()
+                taken = step.time_us(60)
+                if taken < here * 0.998:
+                    here, kept = taken, choice
+                    changed[place] = choice
+            step.put(place, kept)
+            best = min(best, here)
+            report.say(f"{name}, pass {turn + 1}, {place}: {kept}, {here:.0f} µs")
+            shown = {str(choice): round(us, 1) for choice, us in sorted(tried.items(), key=lambda item: item[1])}
+            report.put("tried", f"{name}, pass {turn + 1}, {place}", shown)
+    report.check(f"{name}: the bits of the picks that were there", torch.equal(step.logits(), wanted))
+    last = step.time_us(100)
+    report.say(f"{name}: {first:.0f} to {last:.0f} µs, {rows / last * 1e6:.0f} tokens/s")
+    report.put("steps", name, {"before_us": first, "after_us": last})
+    picks: dict[str, Any] = {}
+    for place, choice in changed.items():
+        for group in step.groups(place):
+            picks[group.key] = _document(choice)
+    report.put("picks", f"{name}, up to {step.limit} rows", picks)
+    step.states.graphs.clear()
+    step.states.pool = None
+    runs.free(step.slots)
+
+
+@cache
+def loaded(shape: str) -> Runs:
+    """A random model of a shape; only the last one stays."""
+    loaded.cache_clear()
+    torch.cuda.empty_cache()
+    return Runs(load_random(shape, EngineConfig(device="cuda", dtype="fp16")).model, 40)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Lines, and 1 when something has other bits."""
+    report = Report(__doc__, CASES, arguments)
+
+    def one(case: str) -> None:
+        shape, rows = case.split("-")
+        search(report, loaded(shape), int(rows), 2 if rows == "1" else 1)
+
+    return report.each({case: partial(one, case) for case in CASES})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,6 +33,8 @@ VECTORS = (
     "group_norm.bias",
 )
 _ACTIVATIONS = {"decay": "tanh", "gate": "sigmoid"}
+HIDDEN_ROWS = 2048
+"""Rows of hidden channels that are worked on at a time: 34 MB of the 1.5B shape."""
 
 
 class _Layer:
@@ -118,7 +120,6 @@ class Rwkv7Cuda(CudaModel):
         x_next = self.room("x1", count, width, dtype=torch.float32)
         mixed = self.room("mixed", count, width, lead=len(MIXES))
         v_first, out, y = (self.room(name, count, width) for name in ("v_first", "out", "y"))
-        hidden_rows = self.room("hidden", count, sizes.ffn)
         projected_columns = max(layer.projections.columns for layer in self._layer_list)
         projected_all = self.outputs("projected", count, projected_columns)
         low_all = self.outputs("low", count, max(layer.low_rank.columns for layer in self._layer_list))
@@ -148,12 +149,19 @@ class Rwkv7Cuda(CudaModel):
             added = y
             # channel mix
             shift(layer.channel_norm, layer.channel_mixes, ffn_shifts[index], mixed[:1], last[1, index])
-            layer.ffn_key(mixed[0], hidden_rows, overlap=overlap)
-            layer.ffn_value(hidden_rows, y, overlap=overlap)
+            self._channel_mix(layer, mixed[0], y)
         if hidden is not None:
             hidden(len(self._layer_list), x, added)
         commit_shifts(last, att_shifts, ffn_shifts, rows.slots, overlap=overlap)
         return x, y
+
+    def _channel_mix(self, layer: _Layer, mixed: torch.Tensor, y: torch.Tensor) -> None:
+        """mixed [N, C] → y [N, C], so many rows at a time that what lies between the products stays in the card's L2."""
+        for first in range(0, len(mixed), HIDDEN_ROWS):
+            some = slice(first, min(first + HIDDEN_ROWS, len(mixed)))
+            hidden = self.room("hidden", some.stop - first, self._sizes.ffn, most=min(HIDDEN_ROWS, self.most_rows))
+            layer.ffn_key(mixed[some], hidden, overlap=self.overlap)
+            layer.ffn_value(hidden, y[some], overlap=self.overlap)
 
     def _time_mix(
         self,

@@ -6,9 +6,9 @@ library without split-K for many. Which of the two serves a row count, and how t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ LIBRARY_ROWS = (
 
 Launches are padded to these; any other count goes to the in-order kernel.
 """
+LibraryRows = Mapping[int, frozenset[int]]
+"""Row count → the products of a group, by their places, for which the library has the bits of the in-order kernel."""
 
 
 def padded_row(columns: int) -> int:
@@ -94,8 +96,8 @@ class Picks:
     reason: str = "default"
     replaced: tuple[str, ...] = ()
     """What was to serve and gave other bits, or cannot run on this card."""
-    library_rows: frozenset[int] = frozenset()
-    """The counts of LIBRARY_ROWS at which the library has the bits of the in-order kernel."""
+    library_rows: LibraryRows = field(default_factory=dict)
+    """What of a group the library serves where it is chosen; the in-order kernel serves the rest."""
 
     def choice(self, rows: int) -> Choice:
         """What runs so many rows."""
@@ -163,6 +165,7 @@ class CudaGroup:
             p.input_column % 8 == 0 and p.depth % 8 == 0 for p in products
         )
         self._has_pieces_of_4 = all(p.input_column % 4 == 0 and p.depth % 4 == 0 for p in products)
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.picks = default_picks(self.depth, dtype, len(products) > 1)
 
     @property
@@ -192,9 +195,23 @@ class CudaGroup:
         """
         rows = out.shape[0]
         choice = self.picks.choice(rows)
-        if choice.kind == "library" and rows not in self.picks.library_rows:
-            choice = self.in_order(rows)
-        self.run(choice, x, out, overlap=overlap)
+        if choice.kind == "library":
+            self._by_library(x, out, self.picks.library_rows.get(rows, frozenset()), overlap)
+        else:
+            self.run(choice, x, out, overlap=overlap)
+
+    def _by_library(self, x: torch.Tensor, out: torch.Tensor, served: frozenset[int], overlap: bool) -> None:
+        """Some of the products by the library, the others by the in-order kernel."""
+        law = self.in_order(out.shape[0])
+        if not served:
+            self.run(law, x, out, overlap=overlap)
+            return
+        assert isinstance(law.layout, Config)
+        for place in range(len(self.products)):
+            if place in served:
+                self.library(x, out, (place,))
+            else:
+                self.tiled(x, out, law.layout, overlap=overlap, product=place)
 
     def in_order(self, rows: int) -> Choice:
         """The in-order kernel, which defines the bits of this group and fits every card, for so many rows."""
@@ -242,9 +259,10 @@ class CudaGroup:
             assert isinstance(choice.layout, Config)
             self.tiled(x, out, choice.layout, overlap=overlap)
 
-    def library(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """By cuBLASLt, product by product."""
-        for product in self.products:
+    def library(self, x: torch.Tensor, out: torch.Tensor, places: Iterable[int] | None = None) -> None:
+        """By cuBLASLt, product by product; all of them, or those at some places."""
+        for place in range(len(self.products)) if places is None else places:
+            product = self.products[place]
             _, column, _ = self._places[product.name]
             given = x[product.input] if x.dim() == 3 else x
             given = given[:, product.input_column : product.input_column + product.depth]
@@ -252,17 +270,27 @@ class CudaGroup:
             if product.activation != "none":
                 activate(out, column, product.columns, product.activation)
 
-    def tiled(self, x: torch.Tensor, out: torch.Tensor, config: Config, *, overlap: bool, parts: int = 1) -> None:
-        """By the in-order kernel; ``parts`` as in ``rows_kernel``."""
+    def tiled(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        config: Config,
+        *,
+        overlap: bool,
+        parts: int = 1,
+        product: int | None = None,
+    ) -> None:
+        """By the in-order kernel, all products or the one at a place; ``parts`` as in ``rows_kernel``."""
         rows = out.shape[0]
         bn = min(config.bn, self.align)
-        grid = (self.lines.shape[0] * TILE // bn, -(-rows // config.bm))
+        lines, codes = (self.lines, self._codes) if product is None else self._table_of(product)
+        grid = (lines.shape[0] * TILE // bn, -(-rows // config.bm))
         rows_kernel[grid](
             x,
             self.weight,
             out,
-            self.lines,
-            self._codes,
+            lines,
+            codes,
             rows,
             x.stride(-2),
             x.stride(0) if x.dim() == 3 else 0,
@@ -280,6 +308,19 @@ class CudaGroup:
             num_stages=config.stages,
             **launch_options(overlap),
         )
+
+    def _table_of(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lines and activations of one product, where kernels may read them as they read those of all."""
+        if place not in self._tables:
+            counts = [-(-product.columns // self.align) * self.align // TILE for product in self.products]
+            some = slice(sum(counts[:place]), sum(counts[: place + 1]))
+            self._tables[place] = (self.lines[some].clone(), self._codes[some].clone())
+        return self._tables[place]
+
+    def columns_of(self, place: int) -> slice:
+        """Where the outputs of a product stand."""
+        _, column, product = self._places[self.products[place].name]
+        return slice(column, column + product.columns)
 
     def describe(self) -> dict[str, Any]:
         """The pick of this shape, as JSON values."""

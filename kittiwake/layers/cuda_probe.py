@@ -1,8 +1,8 @@
 """Which implementation of a product serves which row count on this card: tuned once, proved at every load.
 
-A pick is used only where its rows have the bits of the in-order kernel on random data, at row counts on both sides of
-every border; the library at every single count that it serves. What is shipped for a card, or was found by an earlier
-load, is proved again; what fails is replaced.
+A pick is used only where its rows have the bits of the in-order kernel on data that tell sums apart, at row counts on
+both sides of every border; the library at every single count that it serves. What is shipped for a card, or was found by
+an earlier load, is proved again; what fails is replaced.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -118,32 +118,82 @@ def pick_products(
 def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: int = _MOST_ROWS) -> Picks:
     """The picks, with every choice that gives other bits than the in-order kernel replaced by it.
 
-    The library keeps the row counts at which its bits are those; a launch has at most ``most_rows``.
+    The library keeps the products and row counts at which its bits are those; a launch has at most ``most_rows``.
     """
-    given, expected = _trial(group, out_dtype, max(most_rows, _MOST_ROWS))
-    law = group.in_order(_MOST_ROWS)
-    group.run(law, given, expected, overlap=can_overlap(group.weight.device))
-    choices: list[Choice] = []
-    replaced: list[str] = []
-    library_rows: set[int] = set()
-    least = 1
-    for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
-        is_library = choice.kind == "library"
-        served = [rows for rows in LIBRARY_ROWS if least <= rows <= min(most, most_rows)]
-        counts = served if is_library else _PROVED_AT.get(most, _PROVED_ABOVE)
-        agreeing: list[int] = []
-        if group.can_run(choice, out_dtype):
-            agreeing = [rows for rows in counts if _agrees(group, choice, given, expected, rows)]
-        where = f"up to {most} rows" if most < ROW_LIMITS[-1] else "for more rows"
-        if is_library and agreeing:
-            library_rows.update(agreeing)
-            replaced += [f"{choice} at {rows} rows" for rows in counts if rows not in agreeing]
-        elif len(agreeing) < len(counts) or not counts:
-            replaced.append(f"{choice} {where}")
-            choice = group.in_order(most)
-        choices.append(choice)
-        least = most + 1
-    return Picks(tuple(choices), f"{picks.reason}; bits proved", tuple(replaced), frozenset(library_rows))
+    with _telling_weights(group):
+        given, expected = _trial(group, out_dtype, max(most_rows, _MOST_ROWS))
+        _make_telling(group, given)
+        group.run(group.in_order(_MOST_ROWS), given, expected, overlap=can_overlap(group.weight.device))
+        choices: list[Choice] = []
+        replaced: list[str] = []
+        library_rows: dict[int, frozenset[int]] = {}
+        least = 1
+        for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
+            where = f"up to {most} rows" if most < ROW_LIMITS[-1] else "for more rows"
+            can_run = group.can_run(choice, out_dtype)
+            if choice.kind == "library":
+                counts = [rows for rows in LIBRARY_ROWS if least <= rows <= min(most, most_rows) and can_run]
+                served = {rows: _agreeing(group, choice, given, expected, rows) for rows in counts}
+                library_rows |= {rows: places for rows, places in served.items() if places}
+                missing = sum(len(group.products) - len(places) for places in served.values())
+                if missing < len(counts) * len(group.products):
+                    replaced += [f"{choice} {where}: {missing} products of {len(counts)} row counts"] if missing else []
+                    counts = []
+                is_kept = not counts and can_run and any(least <= rows <= most for rows in library_rows)
+            else:
+                is_kept = can_run and all(
+                    _agrees(group, choice, given, expected, rows) for rows in _PROVED_AT.get(most, _PROVED_ABOVE)
+                )
+            if not is_kept:
+                replaced.append(f"{choice} {where}")
+                choice = group.in_order(most)
+            choices.append(choice)
+            least = most + 1
+    return Picks(tuple(choices), f"{picks.reason}; bits proved", tuple(replaced), library_rows)
+
+
+_TELLING = 4096.0
+
+
+@contextmanager
+def _telling_weights(group: CudaGroup) -> Iterator[None]:
+    """Weights of random numbers that stand twice in every row, in place of a group's own. With inputs of
+    :func:`_make_telling` sums cancel, so that nothing but their rounding is left, which tells in what order they were made:
+    in sums of another kind it is rounded away in all but one of a thousand outputs."""
+    own = group.weight
+    generator = torch.Generator(own.device).manual_seed(7)
+    group.weight = torch.zeros_like(own)
+    try:
+        for product in group.products:
+            matrix, half = group.matrix(product.name), product.depth // 2
+            matrix[:, : product.depth - half].normal_(generator=generator)
+            matrix[:, product.depth - half :] = matrix[:, :half]
+        yield
+    finally:
+        group.weight = own
+
+
+def _make_telling(group: CudaGroup, given: torch.Tensor) -> None:
+    """Every other row is large, and its second half undoes the first."""
+    for product in group.products:
+        rows = (given[product.input] if given.dim() == 3 else given)[::2]
+        first, half = product.input_column, product.depth // 2
+        end = first + product.depth
+        rows[:, first : end - half].normal_(generator=torch.Generator(given.device).manual_seed(first + 1)).mul_(
+            _TELLING
+        )
+        rows[:, end - half : end] = -rows[:, first : first + half]
+
+
+def _agreeing(
+    group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int
+) -> frozenset[int]:
+    """The places of the products that have these bits by a choice."""
+    out = _outcome(group, choice, given, expected, rows)
+    if out is None:
+        return frozenset()
+    columns = map(group.columns_of, range(len(group.products)))
+    return frozenset(place for place, some in enumerate(columns) if same_bits(out[:, some], expected[:rows, some]))
 
 
 def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,16 +209,25 @@ def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> 
 
 
 def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int) -> bool:
-    """Whether a choice has these bits, launched as a model does: no kernel is compiled for the proof alone."""
+    """Whether a choice has these bits."""
+    out = _outcome(group, choice, given, expected, rows)
+    return out is not None and same_bits(out, expected[:rows])
+
+
+def _outcome(
+    group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int
+) -> torch.Tensor | None:
+    """What a choice gives, launched as a model does: no kernel is compiled for the proof alone. None where it cannot run."""
     out = torch.empty_strided((rows, group.columns), expected.stride(), dtype=expected.dtype, device=expected.device)
     out.fill_(torch.nan)
     try:
         group.run(choice, given[..., :rows, :], out, overlap=can_overlap(group.weight.device))
-        return same_bits(out, expected[:rows])
+        torch.cuda.synchronize() if out.is_cuda else None
+        return out
     except torch.OutOfMemoryError:
         raise
     except CANNOT_RUN:
-        return False
+        return None
 
 
 # -- tuning

@@ -109,7 +109,7 @@ def test_the_choice_of_the_row_count_is_run(monkeypatch: pytest.MonkeyPatch) -> 
     made = group(CudaProduct("a", 16, 64))
     choices = list(made.picks.choices)
     choices[0], choices[-1] = Choice("narrow", Narrow()), Choice("library")
-    made.picks = Picks(tuple(choices), library_rows=frozenset({640}))
+    made.picks = Picks(tuple(choices), library_rows={640: frozenset({0})})
     ran: list[str] = []
     monkeypatch.setattr(cuda_linear, "narrow_product", lambda *_, **__: ran.append("narrow"))
     monkeypatch.setattr(CudaGroup, "library", lambda *_: ran.append("library"))

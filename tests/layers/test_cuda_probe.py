@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,20 @@ class FakeGroup(CudaGroup):
         super().__init__([CudaProduct("a", 16, columns)], torch.float16, CPU)
         self.load("a", torch.randn((columns, 16), generator=torch.Generator().manual_seed(1)))
         self.faults = faults or {}
+        self.told: list[torch.Tensor] = []
         self.ran: list[tuple[str, int]] = []
 
     def run(self, choice: Choice, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
         self.ran.append((choice.kind, len(out)))
-        out.copy_(
-            (x.double() @ self.matrix("a").double().t()).float()
-        )  # rounded so that the order of a sum does not show
+        self.told.append(x)
+        sums = x.double() @ self.matrix("a").double().t()
+        out.copy_(sums.half().float() + 0)  # rounded so that the order of a sum does not show, and one kind of zero
         fault = self.faults.get(choice.kind)
         if fault is not None:
             fault(out)
+
+    def library(self, x: torch.Tensor, out: torch.Tensor, places: Iterable[int] | None = None) -> None:
+        self.run(LIBRARY, x, out, overlap=False)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +76,7 @@ def test_what_agrees_is_kept_with_its_proof() -> None:
     found = cuda_probe._proved(FakeGroup(), given, torch.float16, 8192)
     assert found.choices == given.choices and found.replaced == ()
     assert found.reason == "measured; bits proved"
-    assert found.library_rows == frozenset(LIBRARY_ROWS)
+    assert found.library_rows == dict.fromkeys(LIBRARY_ROWS, frozenset({0}))
 
 
 def test_one_bit_of_one_output_is_enough_to_be_replaced() -> None:
@@ -96,14 +101,14 @@ def test_the_library_is_proved_at_every_count_of_rows_that_it_serves() -> None:
     group = FakeGroup()
     found = cuda_probe._proved(group, library_above(32), torch.float16, 4096)
     proved = {rows for kind, rows in group.ran if kind == "library"}
-    assert proved == found.library_rows == {rows for rows in LIBRARY_ROWS if 32 < rows <= 4096}
+    assert proved == set(found.library_rows) == {rows for rows in LIBRARY_ROWS if 32 < rows <= 4096}
 
 
 def test_the_library_does_not_serve_a_count_at_which_it_takes_another_way() -> None:
     group = FakeGroup({"library": lambda out: one_bit(out) if len(out) in (48, 64, 4096) else None})
     group.picks = found = cuda_probe._proved(group, library_above(32), torch.float16, 8192)
-    assert found.replaced == ("library up to 64 rows", "library at 4096 rows")
-    assert found.library_rows == {rows for rows in LIBRARY_ROWS if rows > 64 and rows != 4096}
+    assert found.replaced == ("library up to 64 rows", "library for more rows: 1 products of 12 row counts")
+    assert set(found.library_rows) == {rows for rows in LIBRARY_ROWS if rows > 64 and rows != 4096}
     for rows, kind in {
         1: "narrow",
         48: "tile",
@@ -116,6 +121,61 @@ def test_the_library_does_not_serve_a_count_at_which_it_takes_another_way() -> N
         x, out = cuda_probe._trial(group, torch.float16, rows)
         group(x, out, overlap=False)
         assert group.ran[-1] == (kind, rows)
+
+
+def test_products_that_the_library_adds_in_another_way_go_to_the_kernel_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products of few columns are what it splits; the wide one beside them need not become slow."""
+    group = CudaGroup([CudaProduct("wide", 32, 64), CudaProduct("gate", 32, 3)], torch.float16, CPU)
+    ran: list[tuple[str, int]] = []
+
+    def some(kind: str, x: torch.Tensor, out: torch.Tensor, place: int) -> None:
+        ran.append((kind, place))
+        name, columns = group.products[place].name, group.columns_of(place)
+        out[:, columns] = (x[:, :32].double() @ group.matrix(name).double().t()).half() + (kind == "library" and place)
+
+    def library(self: CudaGroup, x: torch.Tensor, out: torch.Tensor, places: Iterable[int] = (0, 1)) -> None:
+        for place in places:
+            some("library", x, out, place)
+
+    def tiled(
+        self: CudaGroup, x: torch.Tensor, out: torch.Tensor, *_: Any, product: int | None = None, **__: Any
+    ) -> None:
+        for place in (0, 1) if product is None else (product,):
+            some("tile", x, out, place)
+
+    monkeypatch.setattr(CudaGroup, "library", library)
+    monkeypatch.setattr(CudaGroup, "tiled", tiled)
+    monkeypatch.setattr(CudaGroup, "can_run", lambda *_: True)
+    group.picks = cuda_probe._proved(group, Picks((LIBRARY,) * len(ROW_LIMITS), "measured"), torch.float16)
+    assert group.picks.library_rows == {rows: frozenset({0}) for rows in LIBRARY_ROWS if rows <= 1000}
+    assert group.picks.replaced[-1] == "library for more rows: 2 products of 2 row counts"
+    x, out = cuda_probe._trial(group, torch.float16, 640)
+    ran.clear()
+    group(x, out, overlap=False)
+    assert ran == [("library", 0), ("tile", 1)] and out.isfinite().all()
+
+
+def test_sums_of_the_proof_show_nothing_but_how_they_were_made() -> None:
+    """Of every other row; in float32 in three ways: in order, in two halves, and backwards."""
+    group = CudaGroup([CudaProduct("a", 250, 40, input_column=6), CudaProduct("b", 33, 8, 1, 3)], torch.float16, CPU)
+    own = group.weight
+    with cuda_probe._telling_weights(group):
+        given, _ = cuda_probe._trial(group, torch.float16, 12)
+        cuda_probe._make_telling(group, given)
+        x, w = given[0, ::2, 6:256].float(), group.matrix("a").float()
+        assert ((x.double() @ w.double().t()) == 0).all() and x.abs().mean() > 1000
+        terms = x[:, None, :] * w
+        in_order, backwards = torch.zeros(6, 40), torch.zeros(6, 40)
+        for k in range(250):
+            in_order, backwards = in_order + terms[..., k], backwards + terms[..., 249 - k]
+        halves = terms[..., :125].sum(-1) + terms[..., 125:].sum(-1)
+        assert (in_order.half() != 0).float().mean() > 0.9
+        for other in (halves, backwards):
+            assert (in_order.half() != other.half()).float().mean() > 0.9
+        assert given.isfinite().all() and given[0, 1::2, 6:256].abs().max() < 10
+    assert group.weight is own
 
 
 def test_rows_are_proved_as_far_apart_as_they_are_served() -> None:

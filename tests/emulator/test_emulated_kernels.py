@@ -69,9 +69,9 @@ def meta(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(packed.starts).int(), torch.from_numpy(packed.slots).int()
 
 
-@pytest.mark.parametrize("width", [7, 130])
-def test_wkv4(width: int) -> None:
-    case = Case4(Packed(LENGTHS), width, 30.0)
+@pytest.mark.parametrize(("width", "lengths"), [(7, LENGTHS), (130, LENGTHS), (33, (8, 9, 64, 141))])
+def test_wkv4(width: int, lengths: tuple[int, ...]) -> None:
+    case = Case4(Packed(lengths), width, 30.0)
     given, kernel = case.make(), wkv4.Wkv4(torch.float32)
     states: list[State] = [tuple(torch.from_numpy(given[name].copy()) for name in ("num", "den", "top")) for _ in "ab"]
     projected, vectors = (
@@ -217,7 +217,8 @@ def chains(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "layout", [(16, 24, 2, 3, 32, 3), (32, 48, 4, 6, 16, 3), (64, 96, 8, 4, 32, 2), (8, 8, 2, 1, 256, 3), (16, 32, 4, 4, 32, 2)]
+    "layout",
+    [(16, 24, 2, 3, 32, 3), (32, 48, 4, 6, 16, 3), (64, 96, 8, 4, 32, 2), (8, 8, 2, 1, 256, 3), (16, 32, 4, 4, 32, 2)],
 )
 def test_a_sum_in_float32_is_one_chain(layout: tuple[int, ...]) -> None:
     rows, depth = 37, 100  # the last stage is not full, nor are the last block of rows and the last of columns

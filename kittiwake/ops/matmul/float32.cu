@@ -78,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(TX * TY) product_float32(
   const unsigned x_to = (unsigned)__cvta_generic_to_shared(rows_at) + (row * ROW + piece) * 4;
   auto fetch_w = [&](int step, int stage) {
     if (step < steps)
-      copy_rows<BN>(w_to + stage * (BN * ROW * 4), w_from + step * BK, w_first, w_stride, row, BN, step * BK + piece, w_stride);
+      copy_rows<BN>(w_to + stage * (BN * ROW * 4), w_from + step * BK, w_first, w_stride, row, BN, step * BK + piece,
+                    w_stride);
   };
   auto fetch_x = [&](int step, int stage) {
     if (step < steps)

@@ -41,7 +41,8 @@ struct Four {
 };
 
 // A thread's part of copying a stage: pieces THREADS apart of COUNT rows, from where `from` and `k` say for the first one.
-template <int COUNT>
+// Zeros stand for what is behind `rows` (if not ALL) or behind `depth`.
+template <int COUNT, bool ALL>
 __device__ __forceinline__ void copy_rows(
     unsigned to, const float* from, const float* safe, size_t stride, int row, int rows, int k, int depth) {
   constexpr int EACH = THREADS > PIECES ? THREADS / PIECES : 1, TURNS = THREADS < PIECES ? PIECES / THREADS : 1;
@@ -51,8 +52,8 @@ __device__ __forceinline__ void copy_rows(
     #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
       const int apart = turn * THREADS * 4;
-      const int bytes = row + i * EACH < rows && k + apart < depth ? 16 : 0;
-      copy_16(to + (i * EACH * ROW + apart) * 4, bytes ? from + apart : safe, bytes);
+      const int bytes = (ALL || row + i * EACH < rows) && k + apart < depth ? 16 : 0;
+      copy_16(to + (i * EACH * ROW + apart) * 4, ALL || bytes ? from + apart : safe, bytes);
     }
     from += EACH * stride;
   }
@@ -78,13 +79,13 @@ extern "C" __global__ void __launch_bounds__(TX * TY) product_float32(
   const unsigned x_to = (unsigned)__cvta_generic_to_shared(rows_at) + (row * ROW + piece) * 4;
   auto fetch_w = [&](int step, int stage) {
     if (step < steps)
-      copy_rows<BN>(w_to + stage * (BN * ROW * 4), w_from + step * BK, w_first, w_stride, row, BN, step * BK + piece,
-                    w_stride);
+      copy_rows<BN, true>(w_to + stage * (BN * ROW * 4), w_from + step * BK, w_first, w_stride, row, BN,
+                          step * BK + piece, w_stride);
   };
   auto fetch_x = [&](int step, int stage) {
     if (step < steps)
-      copy_rows<BM>(x_to + stage * (BM * ROW * 4), x_from + step * BK, x_first, x_stride, row, rows - first_row,
-                    step * BK + piece, depth);
+      copy_rows<BM, false>(x_to + stage * (BM * ROW * 4), x_from + step * BK, x_first, x_stride, row, rows - first_row,
+                           step * BK + piece, depth);
   };
   for (int s = 0; s < STAGES - 1; s++) fetch_w(s, s);
   const int activation = activations[column / 32];

@@ -3,15 +3,19 @@
 //
 // A block makes BM rows of BN columns, a thread TM of the rows and TN of the columns. Weights and rows are staged ahead
 // through shared memory, BK of K in each of STAGES; the first stages of the weights are fetched before the kernel in front
-// has ended: weights do not depend on it. A thread reads the next four of K while it multiplies these.
+// has ended: weights do not depend on it. A thread reads fours of K ahead of those it multiplies, the more of them the
+// fewer products each has: a read takes some 30 cycles, and as many again while the other warps' are served.
 
 #define ROW (BK + 4)  // shared rows of 16 bytes more: eight that lie side by side meet in no bank
 #define TX (BN / TN)
 #define TY (BM / TM)
 #define THREADS (TX * TY)
 #define PIECES (BK / 4)  // of 16 bytes, in a row of a stage
+#define AHEAD (TM + TN <= 4 ? 3 : TM + TN <= 6 ? 2 : 1)  // fours of K
+#define FOURS (AHEAD == 1 ? 2 : 4)
 static_assert(TX % 8 == 0 && TY % 4 == 0, "a warp has 4 rows of threads and 8 columns of them");
-static_assert(PIECES % 2 == 0 && (THREADS % PIECES == 0 || PIECES % THREADS == 0), "pieces have a fixed thread");
+static_assert(THREADS % PIECES == 0 || PIECES % THREADS == 0, "a thread copies pieces that lie evenly apart");
+static_assert(PIECES % FOURS == 0, "the fours of a stage have fixed registers");
 static_assert(STAGES >= 2, "one stage is read while another is fetched");
 
 __device__ __forceinline__ void copy_16(unsigned to, const float* from, int bytes) {  // the rest of 16 bytes is zero
@@ -105,8 +109,9 @@ extern "C" __global__ void __launch_bounds__(TX * TY) product_float32(
   for (int i = 0; i < TM; i++)
     #pragma unroll
     for (int j = 0; j < TN; j++) sums[i][j] = 0.f;
-  Four fours[2];
+  Four fours[FOURS];
   int stage = 0;
+  auto read = [&](Four& to, int k) { to.load(a_at + stage * (BM * ROW) + k, b_at + stage * (BN * ROW) + k); };
   auto wait_for_stage = [&]() {  // then nobody reads the stage before it any more
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     __syncthreads();
@@ -118,26 +123,25 @@ extern "C" __global__ void __launch_bounds__(TX * TY) product_float32(
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   wait_for_stage();
-  fours[0].load(a_at, b_at);
+  #pragma unroll
+  for (int i = 0; i < AHEAD; i++) read(fours[i], i * 4);
   fetch_behind(0);
   const int whole = depth / BK;
   for (int step = 0; step < whole; step++) {
     #pragma unroll
-    for (int k = 0; k < BK; k += 4) {
-      Four& next = fours[(k / 4 + 1) % 2];
-      if (k + 4 < BK) {
-        next.load(a_at + stage * (BM * ROW) + k + 4, b_at + stage * (BN * ROW) + k + 4);
-      } else {
+    for (int i = 0; i < PIECES; i++) {
+      const int next = i + AHEAD;
+      if (next == PIECES) {
         stage = stage == STAGES - 1 ? 0 : stage + 1;
         wait_for_stage();
-        if (step + 1 < steps) next.load(a_at + stage * (BM * ROW), b_at + stage * (BN * ROW));
-        fetch_behind(step + 1);
       }
-      fours[k / 4 % 2].add_to(sums);
+      if (next < PIECES || step + 1 < steps) read(fours[next % FOURS], next % PIECES * 4);
+      if (next == PIECES) fetch_behind(step + 1);
+      fours[i % FOURS].add_to(sums);
     }
   }
   for (int k = 0; k < depth - whole * BK; k += 4) {
-    fours[0].load(a_at + stage * (BM * ROW) + k, b_at + stage * (BN * ROW) + k);
+    read(fours[0], k);
     fours[0].add_to(sums);
   }
   if (begin_next == 2) let_next_begin();

@@ -138,7 +138,7 @@ class CudaGroup:
         first, column = 0, 0
         for product in products:
             stride = padded_depth(product.depth)
-            padded = -(-product.columns // align) * align
+            padded = self.padded_columns(product)
             self._places[product.name] = (first, column, product)
             for begin in range(0, padded, TILE):
                 left = product.columns - begin
@@ -167,6 +167,10 @@ class CudaGroup:
         self._has_pieces_of_4 = all(p.input_column % 4 == 0 and p.depth % 4 == 0 for p in products)
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.picks = default_picks(self.depth, dtype, len(products) > 1)
+
+    def padded_columns(self, product: CudaProduct) -> int:
+        """Columns that the weights of a product have room for."""
+        return -(-product.columns // self.align) * self.align
 
     @property
     def key(self) -> str:
@@ -224,7 +228,8 @@ class CudaGroup:
             return self._has_rows_of_16_bytes and choice.layout.bn <= self.align
         if choice.kind == "plain":
             assert isinstance(choice.layout, Plain)
-            return self.dtype == torch.float32 and self._has_pieces_of_4 and choice.layout.bn <= self.align
+            is_cut_evenly = all(self.padded_columns(product) % choice.layout.bn == 0 for product in self.products)
+            return self.dtype == torch.float32 and self._has_pieces_of_4 and is_cut_evenly
         if choice.kind == "library":  # nothing keeps it from splitting a float32 sum
             return out_dtype == self.dtype != torch.float32
         assert isinstance(choice.layout, Config)

@@ -69,9 +69,9 @@ def meta(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(packed.starts).int(), torch.from_numpy(packed.slots).int()
 
 
-@pytest.mark.parametrize("width", [7, 130])
-def test_wkv4(width: int) -> None:
-    case = Case4(Packed(LENGTHS), width, 30.0)
+@pytest.mark.parametrize(("width", "lengths"), [(7, LENGTHS), (130, LENGTHS), (33, (8, 9, 64, 141))])
+def test_wkv4(width: int, lengths: tuple[int, ...]) -> None:
+    case = Case4(Packed(lengths), width, 30.0)
     given, kernel = case.make(), wkv4.Wkv4(torch.float32)
     states: list[State] = [tuple(torch.from_numpy(given[name].copy()) for name in ("num", "den", "top")) for _ in "ab"]
     projected, vectors = (
@@ -192,8 +192,51 @@ def same_in_all(products: CudaGroup, choices: Sequence[Choice], rows: int) -> No
 
 @pytest.mark.parametrize("rows", [1, 37])
 def test_products_in_float32(rows: int) -> None:
-    layouts: list[Any] = [(8, 8, 2, 1, 128, 4), (8, 32, 2, 1, 64, 4), (64, 32, 4, 4, 32, 4)]
+    layouts: list[Any] = [(8, 8, 2, 1, 256, 3), (8, 32, 2, 1, 64, 4), (32, 16, 4, 2, 16, 4), (64, 32, 8, 2, 32, 2)]
     same_in_all(group(torch.float32, *PRODUCTS), [Choice("plain", Plain(*layout)) for layout in layouts], rows)
+
+
+def chains(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [M, K], weight [N, K] → [M, N]: a chain of fused multiply-adds over K in order, rounded to float32 in each.
+
+    A product of two float32 is exact in float64, and so is its sum with a float32 of these sizes but for the last bits: what is
+    rounded twice is told by the odd one out (it is rounded to odd first).
+    """
+    total = np.zeros((x.shape[0], weight.shape[0]), np.float32)
+    for k in range(x.shape[1]):
+        made = np.multiply.outer(x[:, k].astype(np.float64), weight[:, k].astype(np.float64))
+        old = total.astype(np.float64)
+        rounded = made + old
+        back = rounded - made
+        error = (made - (rounded - back)) + (old - back)
+        is_even = rounded.view(np.int64) % 2 == 0
+        toward = np.where(error > 0, np.inf, -np.inf)
+        rounded = np.where((error != 0) & is_even, np.nextafter(rounded, toward), rounded)
+        total = rounded.astype(np.float32)
+    return total
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(16, 24, 2, 3, 32, 3), (32, 48, 4, 6, 16, 3), (64, 96, 8, 4, 32, 2), (8, 8, 2, 1, 256, 3), (16, 32, 4, 4, 32, 2)],
+)
+def test_a_sum_in_float32_is_one_chain(layout: tuple[int, ...]) -> None:
+    rows, depth = 37, 100  # the last stage is not full, nor are the last block of rows and the last of columns
+    products = group(torch.float32, CudaProduct("a", depth, 90), CudaProduct("b", depth, 192, 1, 4, "relu2"))
+    x = torch.randn((2, rows, depth + 4), generator=torch.Generator().manual_seed(1))
+    out = torch.full((rows, products.columns), torch.nan)
+    choice = Choice("plain", Plain(*layout))
+    assert products.can_run(choice, torch.float32)
+    products.run(choice, x, out, overlap=True)
+    a = chains(x[0, :, :depth].numpy(), products.matrix("a").numpy())
+    b = chains(x[1, :, 4:].numpy(), products.matrix("b").numpy())
+    assert bits(out) == np.concatenate([a, np.maximum(b, 0) ** 2], axis=1).tobytes()
+
+
+def test_no_block_has_columns_of_two_products() -> None:
+    products = group(torch.float32, CudaProduct("a", 16, 33), CudaProduct("b", 16, 64))
+    assert not products.can_run(Choice("plain", Plain(32, 24, 2, 3, 32, 3)), torch.float32)
+    assert products.can_run(Choice("plain", Plain(64, 64, 4, 4, 32, 3)), torch.float32)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20])

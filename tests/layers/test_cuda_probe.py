@@ -280,7 +280,10 @@ def test_every_float32_layout_fills_whole_warps_and_fits_a_card(layouts: tuple[t
         assert layout.bm % layout.tm == layout.bn % layout.tn == 0
         assert layout.bm // layout.tm % 4 == 0 and layout.bn // layout.tn % 8 == 0
         assert 32 <= layout.threads <= 256 and layout.shared_bytes <= 99 * 1024
-        assert 64 % layout.bn == 0
+        pieces = layout.bk // 4
+        assert layout.threads % pieces == 0 or pieces % layout.threads == 0
+        assert 192 % layout.bn == 0
+    assert any(32 % sizes[1] == 0 for sizes in layouts)  # what fits groups of any columns
 
 
 def test_choices_survive_a_trip_through_json() -> None:

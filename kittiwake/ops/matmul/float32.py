@@ -9,13 +9,20 @@ import torch
 
 from kittiwake.ops.nvrtc import CudaKernel, read_sources
 
+BEGIN_NEXT = {16: 1, 1 << 30: 2}
+"""When a kernel lets the next begin, by the most rows: 0 when it has ended, 1 at once, 2 when its sums are done.
+
+Few rows wait for memory, which the next one's weights may use as well. Many keep the multiply-adds busy, and blocks that come
+early are dealt out to what this one's leave free, unevenly.
+"""
+
 
 @dataclass(frozen=True)
 class Plain:
     """How a float32 product is laid out; none of it changes a bit.
 
     A block makes ``bm`` rows of ``bn`` columns, a thread ``tm`` of the rows and ``tn`` of the columns. A warp is 4 threads
-    by 8, so ``bm / tm`` is a multiple of 4 and ``bn / tn`` one of 8.
+    by 8, so ``bm / tm`` is a multiple of 4 and ``bn / tn`` one of 8. Of the threads and ``bk / 4`` one divides the other.
     """
 
     bm: int = 32
@@ -69,9 +76,13 @@ def float32_product(
     *,
     overlap: bool,
 ) -> None:
-    """x [inputs, M, *] or [M, *] → out [M, *]; weights and their table as ``ops/matmul/triton.py`` describes them."""
+    """x [inputs, M, *] or [M, *] → out [M, *]; weights and their table as ``ops/matmul/triton.py`` describes them.
+
+    The columns of a block must be of one product: ``bn`` divides the padded columns of each.
+    """
     rows = out.shape[0]
+    begin_next = next(when for most, when in BEGIN_NEXT.items() if rows <= most)
     grid = (lines.shape[0] * 32 // layout.bn, -(-rows // layout.bm), 1)
     group = x.stride(0) if x.dim() == 3 else 0
-    given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0))
+    given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0), begin_next)
     _product(layout)(grid, layout.threads, given, overlap=overlap)

@@ -8,10 +8,10 @@ import torch
 
 from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, read_sources
 
-AHEAD = 8
-"""Tokens whose inputs a prompt's threads load ahead."""
+WARPS, TOKENS = 8, 8
+"""Warps of a prompt's block, and tokens that each takes at a time."""
 DECODE_CHANNELS, SCAN_CHANNELS = 128, 32
-"""Channels of a block."""
+"""Channels of a block; of a prompt's, one a lane."""
 
 
 def source() -> str:
@@ -19,9 +19,9 @@ def source() -> str:
     return read_sources("base.cu", "wkv4/wkv4.cu")
 
 
-def defines(dtype: torch.dtype, ahead: int = AHEAD) -> tuple[str, ...]:
+def defines(dtype: torch.dtype) -> tuple[str, ...]:
     """What the source is compiled with."""
-    return (f"DT={DTYPE_CODES[dtype]}", f"AHEAD={ahead}")
+    return (f"DT={DTYPE_CODES[dtype]}", f"WARPS={WARPS}", f"TOKENS={TOKENS}")
 
 
 class Wkv4:
@@ -63,7 +63,7 @@ class Wkv4:
         width = out.shape[1]
         grid = (-(-width // SCAN_CHANNELS), slots.shape[0], 1)
         given = (projected, vectors, *sums, starts, slots, out, projected.stride(0), out.stride(0), width)
-        self._scan(grid, SCAN_CHANNELS, given, overlap=overlap)
+        self._scan(grid, 32 * WARPS, given, overlap=overlap)
 
 
 @lru_cache(maxsize=4)

@@ -291,6 +291,17 @@ def test_whichever_program_merges_and_however_many_rows_are_scored_at_once_same_
         assert same_bits(found, expected), name
 
 
+@pytest.mark.parametrize("seen", [509, 552])
+def test_more_splits_than_are_fetched_together_and_heads_in_parts_are_merged_with_the_same_bits(
+    seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, inputs = deep(AttentionShape(2, 1, 70, 4), seen, 3, 64, 5)
+    found, _ = run_deep(case, inputs, [3])
+    monkeypatch.setattr(triton, "FEW_PROGRAMS", 0)
+    expected, _ = run_deep(case, inputs, [3])
+    assert same_bits(found, expected)
+
+
 def test_pages_of_any_size_and_order_give_the_same_bits() -> None:
     case = AttentionCase(Packed((41,)), SMALL, 4)
     inputs = case.make(5)
@@ -327,7 +338,7 @@ def test_large_scores_stay_finite() -> None:
 # Selection
 
 
-def selected(scores: np.ndarray, budget: int, fold: int) -> np.ndarray:
+def selected(scores: np.ndarray, budget: int, fold: int, halvings: int) -> np.ndarray:
     """The chosen blocks of rows of scores [rows, blocks], as a launch would have them."""
     rows, blocks = scores.shape
     line = -(-blocks // 64) * 64
@@ -342,15 +353,19 @@ def selected(scores: np.ndarray, budget: int, fold: int) -> np.ndarray:
     select_kernel[(rows,)](
         torch.from_numpy(wide), torch.from_numpy(maxima), owners, positions, chosen, 0, line, BUDGET=budget,
         BUDGET_PADDED=1 << (budget - 1).bit_length(), RATIO=2, TILE=TILE, FOLD=fold,
-        TILES=1 << (line // TILE // fold).bit_length(), OVERLAP=False,
+        TILES=1 << (line // TILE // fold).bit_length(), HALVINGS=halvings, OVERLAP=False,
     )  # fmt: skip
     assert (chosen[-1] == -7).all()
     return chosen[:-1].numpy()
 
 
-@pytest.mark.parametrize("fold", [1, 4])
-@pytest.mark.parametrize(("blocks", "budget"), [(6, 5), (64, 1), (65, 3), (700, 20), (2100, 20), (2100, 150)])
-def test_the_best_blocks_are_chosen_and_ties_go_to_the_lowest(blocks: int, budget: int, fold: int) -> None:
+@pytest.mark.parametrize(("fold", "halvings"), [(1, 0), (4, 3), (1, 16)])
+@pytest.mark.parametrize(
+    ("blocks", "budget"), [(6, 5), (64, 1), (65, 3), (512, 32), (513, 32), (700, 20), (2100, 20), (2100, 150)]
+)
+def test_the_best_blocks_are_chosen_and_ties_go_to_the_lowest(
+    blocks: int, budget: int, fold: int, halvings: int
+) -> None:
     rng = np.random.default_rng(blocks)
     smooth = rng.random(blocks).astype(np.float32)
     scores = np.stack([
@@ -362,9 +377,12 @@ def test_the_best_blocks_are_chosen_and_ties_go_to_the_lowest(blocks: int, budge
         np.floor(smooth * 4) / 4,  # many ties, some zero
         np.where(rng.random(blocks) < budget / blocks / 2, smooth, 0).astype(np.float32),  # fewer than wanted above 0
         np.where(np.arange(blocks) < budget, np.float32(np.inf), smooth * np.float32(1e-42)),
+        np.where(np.arange(blocks) % 16 == 15, np.float32(2), np.floor(smooth * 4) / 4),  # ties of whole tiles
+        np.where(np.arange(blocks) < budget // 2, np.float32(3e38), smooth),
+        1 + np.floor(smooth * 3) * np.float32(2**-23),  # neighbouring numbers
     ]).astype(np.float32)  # fmt: skip
     expected = np.stack([reference.select_blocks(row, budget) for row in scores])
-    assert (selected(scores, budget, fold) == expected).all()
+    assert (selected(scores, budget, fold, halvings) == expected).all()
 
 
 def test_rows_choose_what_the_reference_chooses() -> None:

@@ -87,7 +87,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of one launch, int32; made once a forward, the same in all its layers."""
+    """The rows of one launch, int32; made once a forward, the same in all its layers.
+
+    All but the turns, and the pages of the memory, are read before launches in front that these may overlap have ended.
+    """
 
     owners: torch.Tensor
     """[N], the sequence of each row; -1: a spare one, which touches nothing."""
@@ -361,7 +364,8 @@ def _attend(
         **attend_options(shape, rooms.element, overlap),
     )
     if is_split:
-        merge_kernel[(count, shape.heads)](
+        fixed = merge_sizes(shape)
+        merge_kernel[(count, shape.heads, triton.cdiv(shape.head_dim, fixed["PART"]))](
             proj,
             rows.owners,
             rows.positions,
@@ -372,6 +376,6 @@ def _attend(
             columns.q_gate,
             context.stride(0),
             splits,
-            **merge_sizes(shape),
+            **fixed,
             **options(1, overlap),
         )

@@ -38,6 +38,13 @@ def turn_kernel(
 
 
 @triton.jit
+def _row(owners, slots, positions, n):
+    """Owner, slot and position of a row, which the host sent: they may be read before the launches in front have ended."""
+    owner = tl.load(owners + n)
+    return owner, tl.load(slots + tl.maximum(owner, 0)).to(tl.int64), tl.load(positions + n)
+
+
+@triton.jit
 def _other(columns, HALF: tl.constexpr):
     """The partner of each value in its rotated pair."""
     return tl.where(columns < HALF, columns + HALF, columns - HALF)
@@ -121,11 +128,11 @@ def enter_kernel(
     unit = tl.program_id(1)
     if OVERLAP:
         gdc_launch_dependents()
+    owner, slot, position = _row(owners, slots, positions, n)
+    own_page = tl.load(pages + slot * P + position // PAGE).to(tl.int64)
+    if OVERLAP:
         gdc_wait()
-    owner = tl.load(owners + n)
     if owner >= 0:
-        slot = tl.load(slots + owner).to(tl.int64)
-        position = tl.load(positions + n)
         row = proj + n.to(tl.int64) * proj_stride
         turn = turns + n.to(tl.int64) * 4 * HALF
         columns = tl.arange(0, BLOCK)
@@ -136,10 +143,9 @@ def enter_kernel(
             spot = q + (n.to(tl.int64) * HEADS + unit) * DIM + columns
             tl.store(spot, y.to(q.dtype.element_ty), mask=columns < DIM)
         elif unit < HEADS + 2 * KV_HEADS:
-            page = tl.load(pages + slot * P + position // PAGE).to(tl.int64)
             head = (unit - HEADS) % KV_HEADS
-            at = ((page * PAGE + position % PAGE) * KV_HEADS + head) * DIM + columns
-            inside = (columns < DIM) & (page >= 0)
+            at = ((own_page * PAGE + position % PAGE) * KV_HEADS + head) * DIM + columns
+            inside = (columns < DIM) & (own_page >= 0)
             if unit < HEADS + KV_HEADS:
                 x, partner = _load_head(row + k_at + head * DIM, columns, DIM, HALF)
                 y = _norm_and_turn(x, partner, k_norm, turn, columns, eps, DIM, HALF)
@@ -254,14 +260,14 @@ def attend_kernel(
     element: tl.constexpr = q.dtype.element_ty
     if OVERLAP:
         gdc_launch_dependents()
+    owner, slot, position = _row(owners, slots, positions, n)
+    if OVERLAP:
         gdc_wait()
-    owner = tl.load(owners + n)
-    position = tl.load(positions + n)
     of_blocks, seen_keys, tail = _counts(position, RATIO, BUDGET)
     first = tl.program_id(2) * each
     last = tl.minimum(first + each, tl.cdiv(seen_keys, SPLIT))
     if (owner >= 0) & (first < last):
-        own_pages = pages + tl.load(slots + owner).to(tl.int64) * P
+        own_pages = pages + slot * P
         group = tl.arange(0, GROUP_BLOCK)
         columns = tl.arange(0, BLOCK)
         is_head = group < GROUP
@@ -321,31 +327,41 @@ def merge_kernel(
     DIM: tl.constexpr,
     RATIO: tl.constexpr,
     BUDGET: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PART: tl.constexpr,  # values of a program
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # splits that are fetched together
     OVERLAP: tl.constexpr,
 ):
-    """One head of a row: its splits in ascending order, merged and gated as :func:`attend_kernel` does it."""
+    """Some values of a head of a row: its splits in ascending order, merged and gated as :func:`attend_kernel` does it."""
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    columns = tl.program_id(2) * PART + tl.arange(0, PART)
+    inside = columns < DIM
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     owner = tl.load(owners + n)
+    _, seen_keys, _ = _counts(tl.load(positions + n), RATIO, BUDGET)
+    if OVERLAP:
+        gdc_wait()
     if owner >= 0:
-        _, seen_keys, _ = _counts(tl.load(positions + n), RATIO, BUDGET)
-        columns = tl.arange(0, BLOCK)
-        inside = columns < DIM
+        gate = tl.load(proj + n * proj_stride + q_at + (head * 2 + 1) * DIM + columns, mask=inside, other=0.0)
         place = (n * HEADS + head) * most_splits
+        splits = tl.cdiv(seen_keys, SPLIT)
         top = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
-        mixed = tl.zeros((BLOCK,), tl.float32)
-        for split in tl.range(0, tl.cdiv(seen_keys, SPLIT), loop_unroll_factor=8):
-            new_mixed = tl.load(partials + (place + split) * DIM + columns, mask=inside, other=0.0)
-            new_top = tl.load(sums + (place + split) * 2)
-            new_total = tl.load(sums + (place + split) * 2 + 1)
-            top, total, mixed = _merged(top, total, mixed, new_top, new_total, new_mixed)
-        gate = tl.load(proj + n * proj_stride + q_at + (head * 2 + 1) * DIM + columns, mask=inside, other=0.0)
+        mixed = tl.zeros((PART,), tl.float32)
+        for first in range(0, splits, AT_ONCE):
+            for more in tl.static_range(AT_ONCE):
+                # where there are no more the last one again, and not a mask: too few of these hold so many loads together
+                split = place + tl.minimum(first + more, splits - 1)
+                new_mixed = tl.load(partials + split * DIM + columns, mask=inside, other=0.0)
+                new_top = tl.load(sums + split * 2)
+                new_total = tl.load(sums + split * 2 + 1)
+                merged_top, merged_total, merged = _merged(top, total, mixed, new_top, new_total, new_mixed)
+                is_split = first + more < splits
+                top = tl.where(is_split, merged_top, top)
+                total = tl.where(is_split, merged_total, total)
+                mixed = tl.where(is_split, merged, mixed)
         out = _gated(mixed, total, gate.to(tl.float32))
         spot = context + n * context_stride + head * DIM + columns
         tl.store(spot, out.to(context.dtype.element_ty), mask=inside)

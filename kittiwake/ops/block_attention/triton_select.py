@@ -24,6 +24,19 @@ def _complete(positions, owners, row, inside, RATIO: tl.constexpr, BUDGET: tl.co
     return owner, tl.where((owner >= 0) & (complete > BUDGET), complete, 0)
 
 
+@triton.jit
+def _prefetch(addresses):
+    """Ask for the lines of memory at these addresses to come to L2, where no write of another launch is missed."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _page_of(own_pages, block, most, PAGE_BLOCKS: tl.constexpr):
+    """The page of each block; below 0 for those that a row does not score."""
+    return tl.load(own_pages + block // PAGE_BLOCKS, mask=block < most, other=-1).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["first", "last", "P", "line"])
 def score_kernel(
     index_q,  # [N, HEADS, DIM]
@@ -49,18 +62,33 @@ def score_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    LINE: tl.constexpr,  # values of a line of memory
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """scores = sum over heads of relu(index q . block key), for a tile of rows, one of their sequences after another."""
+    """scores = sum over heads of relu(index q . block key), for a tile of rows, one of their sequences after another.
+
+    Few rows score as many blocks as are in their memory: these are on their way before the queries are made.
+    """
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
+    # the host sent what is read here; the launches in front may still be at work
     begin = first + tl.program_id(1) * ROWS
     row = begin + tl.arange(0, ROWS)
     owner, complete = _complete(positions, owners, row, row < last, RATIO, BUDGET)
     lowest = tl.min(tl.where(complete > 0, owner, 2147483647), 0)
     highest = tl.max(tl.where(complete > 0, owner, -1), 0)
+    if OVERLAP:
+        soon = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        most_soon = tl.max(tl.where(owner == lowest, complete, 0), 0)
+        if (tl.num_programs(1) == 1) & (tl.program_id(0) * COLUMNS < most_soon):
+            pages_soon = pages + tl.load(slots + lowest).to(tl.int64) * P
+            at_soon = (
+                tl.maximum(_page_of(pages_soon, soon, most_soon, PAGE_BLOCKS), 0) * PAGE_BLOCKS + soon % PAGE_BLOCKS
+            )
+            parts = tl.minimum(tl.arange(0, BLOCK // LINE) * LINE, DIM - 1)
+            _prefetch(blocks + at_soon[:, None] * DIM + parts[None, :])
+        gdc_wait()
     if highest >= 0:
         lines = tl.arange(0, ROWS * HEADS_PADDED)
         head = lines % HEADS_PADDED
@@ -76,7 +104,7 @@ def score_kernel(
             own_pages = pages + tl.load(slots + sequence).to(tl.int64) * P
             for tile in range(tl.program_id(0), tl.cdiv(most, COLUMNS), tl.num_programs(0)):
                 block = tile * COLUMNS + tl.arange(0, COLUMNS)
-                page = tl.load(own_pages + block // PAGE_BLOCKS, mask=block < most, other=-1).to(tl.int64)
+                page = _page_of(own_pages, block, most, PAGE_BLOCKS)
                 key_at = (page * PAGE_BLOCKS + block % PAGE_BLOCKS) * DIM
                 is_kept = page >= 0
                 product = tl.zeros((ROWS * HEADS_PADDED, COLUMNS), tl.float32)
@@ -104,27 +132,58 @@ def _bits(scores, at, inside):
 
 
 @triton.jit
-def _border(bits, count):
-    """The ``count``-th highest of the bits, at least so many of which are not below 0."""
-    found = tl.zeros((), tl.int32)
-    for step in range(31):
-        trial = found | (1 << (30 - step))
-        enough = tl.sum((bits >= trial).to(tl.int32), 0) >= count
-        found = tl.where(enough, trial, found)
-    return found
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _take(bits, numbers, border, equal, written, out):
-    """Write, in order, the numbers of bits above the border, and of the first ``equal`` that are on it.
+def _border(bits, low, count, HALVINGS: tl.constexpr):
+    """The highest number found that at least ``count`` of the bits reach, as ``low`` >= 0 is, and how many reach it.
 
-    Returns how many are on it, and how many were written.
+    Either these are ``count``, or the number is the ``count``-th highest of the bits. Bits that differ are mostly parted
+    long before the last of theirs: at first the middle is that of two scores, which lie side by side, then of two numbers.
     """
-    on_border = (bits == border).to(tl.int32)
-    taken = (bits > border) | ((on_border > 0) & (tl.cumsum(on_border, 0) <= equal))
-    counted = tl.cumsum(taken.to(tl.int32), 0)
-    tl.store(out + written + counted - 1, numbers, mask=taken)
-    return tl.sum(on_border, 0), tl.sum(taken.to(tl.int32), 0)
+    high = tl.max(bits, 0) + 1
+    reach = tl.sum((bits >= low).to(tl.int32), 0)
+    step = tl.zeros((), tl.int32)
+    while (reach > count) & (high - low > 1):
+        middle = low + (high - low) // 2
+        if step < HALVINGS:
+            between = (0.5 * _float(low) + 0.5 * _float(high)).to(tl.int32, bitcast=True)
+            middle = tl.minimum(tl.maximum(between, low + 1), high - 1)
+        enough = tl.sum((bits >= middle).to(tl.int32), 0)
+        is_reached = enough >= count
+        low = tl.where(is_reached, middle, low)
+        reach = tl.where(is_reached, enough, reach)
+        high = tl.where(is_reached, high, middle)
+        step += 1
+    return low, reach
+
+
+@triton.jit
+def _write(bits, groups, border, equal, written, out):
+    """Write, in order, the numbers of bits [G, W] above the border, and of the first ``equal`` that are on it.
+
+    The bits of a group are those of the W numbers from its number times W. Returns how many are on the border (where
+    some of these are wanted), and how many were written. A group is a mask of bits by then: threads hold few of them.
+    """
+    WIDTH: tl.constexpr = bits.shape[1]
+    taken = (bits > border).to(tl.int32)
+    on_border = tl.zeros((), tl.int32)
+    if equal > 0:
+        tied = (bits == border).to(tl.int32)
+        of_group = tl.sum(tied, 1)
+        before = tl.cumsum(of_group, 0) - of_group
+        taken += tl.where(before[:, None] + tl.cumsum(tied, 1) <= equal, tied, 0)
+        on_border = tl.sum(of_group, 0)
+    of_group = tl.sum(taken, 1)
+    masks = tl.sum(taken << tl.arange(0, WIDTH)[None, :], 1)
+    at = written + tl.cumsum(of_group, 0) - of_group
+    for place in range(WIDTH):
+        is_taken = (masks >> place) & 1
+        tl.store(out + at, groups * WIDTH + place, mask=is_taken > 0)
+        at += is_taken
+    return on_border, tl.sum(of_group, 0)
 
 
 @triton.jit(do_not_specialize=["first", "line"])
@@ -142,47 +201,62 @@ def select_kernel(
     TILE: tl.constexpr,
     FOLD: tl.constexpr,  # small tiles that are looked at as one
     TILES: tl.constexpr,
+    HALVINGS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """chosen = the BUDGET blocks of a row's highest scores, ties to the lowest, ascending.
 
-    The BUDGET-th highest of the tiles' maxima is a lower bound of the border. What lies above it is in fewer than
-    BUDGET tiles: these are gathered, and either hold the border, or it is the bound.
+    Tiles that are no more than BUDGET_PADDED are looked at as they are. Of more, the BUDGET-th highest of their maxima,
+    or a number that no more than BUDGET reach, is a lower bound of the border: those tiles are gathered that hold what
+    reaches it, or, where too many do, what lies above it, and then either they hold the border, or it is the bound.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     n = first + tl.program_id(0)
     own = scores + tl.program_id(0).to(tl.int64) * line
+    if OVERLAP:
+        gdc_launch_dependents()
+    # the host sent what is read here; the launches in front may still be at work
     _, complete = _complete(positions, owners, n, n >= 0, RATIO, BUDGET)
+    if OVERLAP:
+        gdc_wait()
     if complete > 0:
         WIDE: tl.constexpr = TILE * FOLD
-        tile = tl.arange(0, TILES)
-        small = tile[:, None] * FOLD + tl.arange(0, FOLD)[None, :]
-        own_maxima = maxima + tl.program_id(0).to(tl.int64) * (line // TILE)
-        tops = tl.max(_bits(own_maxima, small, small < tl.cdiv(complete, TILE)), 1)
-        bound = tl.full((), -1, tl.int32)
-        if tl.cdiv(complete, WIDE) >= BUDGET:
-            bound = _border(tops, BUDGET)
         out = chosen + n.to(tl.int64) * BUDGET
-        _, tiles = _take(tops, tile, bound, 0, 0, out)
-        tl.debug_barrier()
         place = tl.arange(0, BUDGET_PADDED)
-        gathered = tl.load(out + place, mask=place < tiles, other=0)
-        tl.debug_barrier()
-        number = gathered[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        bits = _bits(own, number, (place < tiles)[:, None] & (number < complete))
-        bits = tl.reshape(bits, (BUDGET_PADDED * WIDE,))
-        number = tl.reshape(number, (BUDGET_PADDED * WIDE,))
-        above = tl.sum((bits > bound).to(tl.int32), 0)
-        if above >= BUDGET:
-            border = _border(bits, BUDGET)
-            _take(bits, number, border, BUDGET - tl.sum((bits > border).to(tl.int32), 0), 0, out)
+        gathered = place
+        tiles = tl.cdiv(complete, WIDE)
+        bound = tl.full((), -1, tl.int32)
+        if tiles > BUDGET_PADDED:
+            WIDTH: tl.constexpr = 16 if TILES > 16 else TILES
+            group = tl.arange(0, TILES // WIDTH)
+            tile = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            small = tile[:, :, None] * FOLD + tl.arange(0, FOLD)[None, None, :]
+            own_maxima = maxima + tl.program_id(0).to(tl.int64) * (line // TILE)
+            tops = tl.max(_bits(own_maxima, small, small < tl.cdiv(complete, TILE)), 2)
+            bound, reach = _border(tl.reshape(tops, (TILES,)), bound + 1, BUDGET, HALVINGS)
+            bound = tl.where(reach > BUDGET, bound, bound - 1)
+            _, tiles = _write(tops, group, bound, 0, 0, out)
+            tl.debug_barrier()
+            gathered = tl.load(out + place, mask=place < tiles, other=0)
+            tl.debug_barrier()
+        small = tl.reshape(gathered[:, None] * FOLD + tl.arange(0, FOLD)[None, :], (BUDGET_PADDED * FOLD,))
+        is_tile = tl.arange(0, BUDGET_PADDED * FOLD) < tiles * FOLD
+        number = small[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        bits = _bits(own, number, is_tile[:, None] & (number < complete))
+        flat = tl.reshape(bits, (BUDGET_PADDED * WIDE,))
+        equal = BUDGET - tl.sum((flat > bound).to(tl.int32), 0)
+        if equal <= 0:
+            border, reach = _border(flat, bound + 1, BUDGET, HALVINGS)
+            equal = tl.zeros((), tl.int32)
+            if reach > BUDGET:
+                equal += BUDGET - tl.sum((flat > border).to(tl.int32), 0)
+            else:
+                border -= 1
+            _write(bits, small, border, equal, 0, out)
         else:
-            equal = BUDGET - above
             written = tl.zeros((), tl.int32)
             for begin in range(0, complete, 2048):
-                at = begin + tl.arange(0, 2048)
-                on_border, taken = _take(_bits(own, at, at < complete), at, bound, equal, written, out)
+                group = begin // TILE + tl.arange(0, 2048 // TILE)
+                at = group[:, None] * TILE + tl.arange(0, TILE)[None, :]
+                on_border, taken = _write(_bits(own, at, at < complete), group, bound, equal, written, out)
                 equal = tl.maximum(equal - on_border, 0)
                 written += taken

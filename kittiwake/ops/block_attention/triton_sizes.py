@@ -17,6 +17,12 @@ DEPTH = 32
 """Values of a head between two steps of a score's chain of sums. It decides bits."""
 MOST_TILES = 8192
 """Tiles of blocks whose highest scores are looked at first; where there are more, neighbours count as one."""
+GATHERED = 16
+"""Values that a thread of a selection holds, as far as there are threads."""
+HALVINGS = 16
+"""Steps of the search for the border of a selection that halve what two scores differ by; those behind halve numbers."""
+MERGED = 64
+"""Values of a head that a program merges, of all its splits."""
 MOST_DIM = 512
 """Widest head that the kernels hold."""
 
@@ -105,6 +111,7 @@ def score_sizes(shape: AttentionShape, page_tokens: int, element: torch.dtype) -
         "ROWS": score_rows(shape),
         "COLUMNS": COLUMNS,
         "TILE": TILE,
+        "LINE": 32,
         "PRECISION": _precision(element),
     }
 
@@ -120,31 +127,36 @@ def select_sizes(shape: AttentionShape, most_tokens: int) -> dict[str, Any]:
         "TILE": TILE,
         "FOLD": fold,
         "TILES": tiles // fold,
+        "HALVINGS": HALVINGS,
     }
 
 
 def select_options(shape: AttentionShape, most_tokens: int, overlap: bool) -> dict[str, Any]:
-    """What a program gathers must fit its registers: 64 values a thread, as far as there are threads."""
+    """What a program gathers lies in registers: it looks at it some twenty times."""
     fixed = select_sizes(shape, most_tokens)
     gathered = max(fixed["BUDGET_PADDED"] * fixed["TILE"] * fixed["FOLD"], fixed["TILES"] * fixed["FOLD"])
-    return options(min(32, max(8, gathered // (32 * 64))), overlap)
+    return options(min(32, max(8, gathered // (32 * GATHERED))), overlap)
 
 
-def merge_sizes(shape: AttentionShape) -> dict[str, Any]:
-    """Constants of ``merge_kernel``."""
+def _split_sizes(shape: AttentionShape) -> dict[str, Any]:
     return {
         "HEADS": shape.heads,
         "DIM": shape.head_dim,
         "RATIO": shape.ratio,
         "BUDGET": shape.budget_blocks,
-        "BLOCK": _block(shape.head_dim),
         "SPLIT": _split(shape),
     }
 
 
+def merge_sizes(shape: AttentionShape) -> dict[str, Any]:
+    """Constants of ``merge_kernel``; no value meets another there, so that its own change no bit."""
+    return _split_sizes(shape) | {"PART": min(MERGED, _block(shape.head_dim)), "AT_ONCE": 16}
+
+
 def attend_sizes(shape: AttentionShape, page_tokens: int, element: torch.dtype) -> dict[str, Any]:
     """Constants of ``attend_kernel``."""
-    return merge_sizes(shape) | {
+    return _split_sizes(shape) | {
+        "BLOCK": _block(shape.head_dim),
         "KV_HEADS": shape.kv_heads,
         "PAGE": page_tokens,
         "GROUP_BLOCK": _block(shape.heads // shape.kv_heads),

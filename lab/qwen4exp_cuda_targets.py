@@ -159,7 +159,7 @@ class Speeds:
         self.model, self.g, self.ceilings = model, Geometry.of(model.config), ceilings
         self.element_bytes = dtype.itemsize
         spec = model.state_spec
-        self.states: Any = new_states(model, 1, spec.pages_for(most_tokens) * spec.page_bytes)
+        self.states: Any = new_states(model, 2, spec.pages_for(most_tokens) * spec.page_bytes)
         assert isinstance(self.states, CudaStateTable)
         self.slot = self.states.allocate()
         self.rng = np.random.default_rng(0)
@@ -167,9 +167,9 @@ class Speeds:
     def ids(self, count: int) -> list[int]:
         return self.rng.integers(0, self.model.config.vocab_size, count).tolist()
 
-    def eat(self, count: int) -> None:
+    def eat(self, count: int, slot: int | None = None) -> None:
         """Read so many tokens; the logits of the last."""
-        self.model.forward(Batch.pack([(self.slot, self.ids(count))]), self.states)
+        self.model.forward(Batch.pack([(self.slot if slot is None else slot, self.ids(count))]), self.states)
 
     def depth(self, tokens: int) -> tuple[SavedState, float]:
         """Read up to here; what brings the slot back, and the seconds that took."""
@@ -227,6 +227,18 @@ class Speeds:
         self.states.rewind(self.slot, back)
         return found
 
+    def in_turns(self, rounds: int = 5) -> dict[str, float]:
+        """Steps at the depth that was reached, and at the start of another sequence, by turns: host and card drift alike."""
+        times: dict[int, list[float]] = {self.slot: [], self.states.allocate(): []}
+        for slot in [*times, *reversed(times)] * rounds:
+            self.eat(1, slot)
+            began = time.perf_counter()
+            for _ in range(STEPS // 2):
+                self.eat(1, slot)
+            times[slot].append((time.perf_counter() - began) * 2e3 / STEPS)
+        deep, first = (statistics.median(taken) for taken in times.values())
+        return {"deep_ms": round(deep, 3), "first_ms": round(first, 3), "slower_than_first": round(deep / first - 1, 3)}
+
     def kernels(self, rows: int, back: SavedState) -> list[str]:
         """Kernels by their share: µs in all, calls, name."""
         from torch.profiler import ProfilerActivity
@@ -271,6 +283,7 @@ def released(options: argparse.Namespace, tell: Callable[[str, Any], None]) -> d
             for kind in ("prefill", "decode"):
                 found[kind]["slower_than_first"] = round(found[kind]["ms"] / first[kind]["ms"] - 1, 3)
             tell(f"depth {depth}", found)
+        tell(f"steps at {max(depths)} and 0 in turns", speeds.in_turns())
         tell("ngram", model.describe()["ngram_tables"][0]["gathered"] if model.describe()["ngram_tables"] else {})
     return {"ok": is_exact}
 

@@ -218,14 +218,23 @@ class Speeds:
     def at(self, depth: int, profile: bool) -> dict[str, Any]:
         """A chunk and steps at this depth."""
         back, reached_s = self.depth(depth)
+        waits = [self.waited_ms()]
         prompt = self.median_ms(lambda: self.eat(CHUNK), back, 4)
+        waits.append(self.waited_ms())
         step = self.median_ms(lambda: self.eat(1), back, 3, STEPS)
+        waits.append(self.waited_ms())
         found: dict[str, Any] = {"reached_s": round(reached_s, 2)}
         found |= {"prefill": self.figures(prompt, CHUNK, depth), "decode": self.figures(step, 1, depth)}
+        for kind, runs, (began, ended) in (("prefill", 5, waits[:2]), ("decode", 4 * STEPS, waits[1:])):
+            found[kind]["ngram_wait_ms"] = round((ended - began) / runs, 3)
         if profile:
             found["profile"] = {"chunk": self.kernels(CHUNK, back), "step": self.kernels(1, back)}
         self.states.rewind(self.slot, back)
         return found
+
+    def waited_ms(self) -> float:
+        """How long the host has waited for rows of the n-gram tables so far."""
+        return sum(reader.stats.wait_ms for reader in self.model.readers)
 
     def in_turns(self, rounds: int = 5) -> dict[str, float]:
         """Steps at the depth that was reached, and at the start of another sequence, by turns: host and card drift alike."""

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from kittiwake.errors import DeviceError
-from kittiwake.layers.cuda_linear import CANNOT_RUN, padded_depth, same_bits
+from kittiwake.layers.cuda_linear import CANNOT_RUN, padded_depth, padded_row, same_bits
 from kittiwake.layers.experts import ExpertWeights
 from kittiwake.ops.experts.triton import (
     Grouped,
@@ -319,7 +319,9 @@ def _trial(group: CudaExpertGroup) -> _Trial:
     """An expert that every row has, one for half of the pairs that are left, and so on: tiles full and with one row alone."""
     shape, device = group.shape, group._device
     generator = torch.Generator(device).manual_seed(1)
-    x = torch.randn((_PROOF_ROWS, shape.width), generator=generator, device=device).to(shape.element)
+    # rows as far apart as they are served: Triton makes another kernel for other strides
+    x = torch.randn((_PROOF_ROWS, padded_row(shape.width)), generator=generator, device=device).to(shape.element)
+    x = x[:, : shape.width]
     liked = -0.7 * torch.arange(shape.experts, device=device).clamp(max=40)
     noise = torch.rand((_PROOF_ROWS, shape.experts), generator=generator, device=device)
     keys = liked - torch.log(-torch.log(noise.clamp(1e-6, 1 - 1e-6)))

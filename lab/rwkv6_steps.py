@@ -56,8 +56,13 @@ FEW = (
     *((32, 8, 256, 4), (32, 8, 256, 6), (32, 8, 512, 3), (32, 8, 128, 3), (64, 8, 256, 3), (64, 16, 128, 4)),
 )
 MANY = (
-    *((8, 8, 256, 9, 8), (8, 8, 256, 5, 16), (16, 8, 256, 6, 16), (16, 8, 256, 4, 32), (32, 8, 256, 3, 32)),
-    *((32, 8, 256, 4, 16), (64, 8, 128, 4, 32)),
+    *(
+        Narrow(8, 8, 256, 9, rows=8),
+        Narrow(8, 8, 256, 5, rows=16),
+        Narrow(16, 8, 256, 6, rows=16),
+        Narrow(16, 8, 256, 4),
+    ),
+    *(Narrow(32, 8, 256, 3), Narrow(32, 8, 256, 4, rows=16), Narrow(64, 8, 128, 4)),
 )
 TILES = (
     *((32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 64, 64, 4, 5)),
@@ -135,7 +140,7 @@ def candidates(group: CudaGroup, rows: int) -> list[Choice]:
     """What is tried for a group, today's first."""
     today = group.picks.choice(rows)
     if rows > 8:
-        others = [Choice("narrow", Narrow(*layout)) for layout in MANY]
+        others = [Choice("narrow", layout) for layout in MANY]
         others += [Choice("tile", Config(*layout)) for layout in TILES] + [Choice("library")]
     else:
         others = [Choice("narrow", Narrow(*layout)) for layout in FEW]

@@ -75,14 +75,7 @@ struct Operands {
     for (int i = 0; i < KC / 32; i++) {
       #pragma unroll
       for (int n = 0; n < NT; n++) load_matrices(b[i][n], w_lane + (n * 8 * STRIDE + k + i * 32) * 2);
-      if (ROWS == 8) load_matrices(a[i][0], x_lane + (k + i * 32) * 2);
-      if (ROWS == 1) {  // the first four lanes hold the row
-        #pragma unroll
-        for (int q = 0; q < 4; q++) {
-          a[i][0][q] = 0;
-          if (threadIdx.x % 32 < 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[i][0][q]) : "r"(x_lane + (k + i * 32 + q * 8) * 2));
-        }
-      }
+      if (ROWS <= 8) load_matrices(a[i][0], x_lane + (k + i * 32) * 2);
     }
     if (ROWS > 8) {
       #pragma unroll
@@ -175,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   const int all_warps = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_part = PARTS == 1 ? 0 : all_warps / (BN / WN), warp = PARTS == 1 ? all_warps : all_warps % (BN / WN);
   const unsigned w_lane = w_at + ((own_part * BN + warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
-  const unsigned x_lane = x_at + own_part * ROWS * STRIDE * 2 + (ROWS == 1 ? lane % 4 * 2 : ROWS == 8 ? lane % 8 * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
+  // one row stands in all eight of a matrix: nobody stores the sums of the others
+  const unsigned x_lane = x_at + own_part * ROWS * STRIDE * 2 + (ROWS <= 8 ? lane % 8 % ROWS * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
   float c[MT][NT][4];
   #pragma unroll
   for (int t = 0; t < MT; t++)

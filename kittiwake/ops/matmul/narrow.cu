@@ -175,20 +175,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   for (int t = 0; t < MT; t++)
     #pragma unroll
     for (int n = 0; n < NT; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.f;
-  for (int step = 0; step < steps; step++) {
+  // Between two stages a warp still has sums to add whose operands are in its registers: nothing waits for the first of the next.
+  constexpr int TURNS = BK / KC;
+  static_assert(TURNS % 2 == 0, "operands are held twice");
+  Operands now[2];
+  auto load = [&](Operands& to, int step, int turn) {
+    to.load(w_lane + step % STAGES * (PARTS * BN * STRIDE * 2), x_lane + step % STAGES * (PARTS * ROWS * STRIDE * 2), turn * KC);
+  };
+  auto wait_for_stage = [&]() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncthreads();
-    const unsigned w_now = w_lane + step % STAGES * PARTS * BN * STRIDE * 2;
-    const unsigned x_now = x_lane + step % STAGES * PARTS * ROWS * STRIDE * 2;
-    Operands now[2];
-    now[0].load(w_now, x_now, 0);
-    fetch_w(step + STAGES - 1);
+    if (THREADS == 32) __syncwarp(); else __syncthreads();
+  };
+  wait_for_stage();
+  load(now[0], 0, 0);
+  for (int step = 0; step < steps; step++) {
+    load(now[1], step, 1);
+    fetch_w(step + STAGES - 1);  // where all warps have read what they need, since they have begun this stage
     fetch_x(step + STAGES - 1);
     asm volatile("cp.async.commit_group;" ::: "memory");
     #pragma unroll
-    for (int i = 0; i < BK / KC; i++) {
-      if (i + 1 < BK / KC) now[(i + 1) % 2].load(w_now, x_now, (i + 1) * KC);
-      now[i % 2].multiply_into(c);
+    for (int turn = 0; turn < TURNS; turn++) {
+      if (turn > 0 && turn + 1 < TURNS) load(now[(turn + 1) % 2], step, turn + 1);
+      if (turn + 1 == TURNS) { wait_for_stage(); load(now[0], step + 1, 0); }  // behind the last stage: for nothing
+      now[turn % 2].multiply_into(c);
     }
   }
   if (begin_next == 2) let_next_begin();

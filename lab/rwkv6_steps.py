@@ -165,8 +165,10 @@ def put(groups: Sequence[CudaGroup], rows: int, choice: Choice) -> None:
     for group in groups:
         choices = list(group.picks.choices)
         choices[at] = choice
-        changed = {"library_rows": group.picks.library_rows | {rows}} if hasattr(group.picks, "library_rows") else {}
-        group.picks = replace(group.picks, choices=tuple(choices), **changed)
+        served = dict(group.picks.library_rows)
+        if choice.kind == "library":  # proved for all products of the group
+            served[rows] = frozenset(range(len(group.products)))
+        group.picks = replace(group.picks, choices=tuple(choices), library_rows=served)
 
 
 def picks(report: Report, runs: Runs) -> None:

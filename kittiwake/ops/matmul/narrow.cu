@@ -58,14 +58,6 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
 }
-__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-#if DT == 1
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // The operands of KC of K: weights by 32, rows by 16 (up to 8 rows: by 32, the lower half of a tile being nothing).
 struct Operands {
@@ -93,8 +85,8 @@ struct Operands {
         #pragma unroll
         for (int n = 0; n < NT; n++) {
           const unsigned b0 = b[i / 2][n][i % 2 * 2], b1 = b[i / 2][n][i % 2 * 2 + 1];
-          if (ROWS <= 8) multiply(c[t][n], a[i / 2][t][i % 2 * 2], 0, a[i / 2][t][i % 2 * 2 + 1], 0, b0, b1);
-          else multiply(c[t][n], a[i][t][0], a[i][t][1], a[i][t][2], a[i][t][3], b0, b1);
+          if (ROWS <= 8) add_products(c[t][n], a[i / 2][t][i % 2 * 2], 0, a[i / 2][t][i % 2 * 2 + 1], 0, b0, b1);
+          else add_products(c[t][n], a[i][t][0], a[i][t][1], a[i][t][2], a[i][t][3], b0, b1);
         }
       }
     }

@@ -333,7 +333,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WORKERS) fused_product(
   const bool sums_here = warp < BN / WN;
   const unsigned w_lane = w_at + ((warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
   // rows that do not exist repeat others: nobody reads their sums
-  const unsigned x_lane = x_at + (ROWS == 1 ? lane % 4 * 2 : lane % 8 % REAL * (WIDTH + 8) + lane / 8 * 8) * 2;
+  const unsigned x_lane = x_at + (lane % 8 % REAL * (WIDTH + 8) + lane / 8 * 8) * 2;
   float c[MT][NT][4];
   #pragma unroll
   for (int n = 0; n < NT; n++) c[0][n][0] = c[0][n][1] = c[0][n][2] = c[0][n][3] = 0.f;

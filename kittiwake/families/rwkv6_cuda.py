@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kittiwake.device import on_its_card
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec
 from kittiwake.families.contract import ModelConfig
@@ -12,10 +13,14 @@ from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv6_names import CHANNEL_MIXES, MIXES, PRODUCTS, Sizes
 from kittiwake.families.rwkv56_cuda import MatrixCuda, MatrixCudaLayer
 from kittiwake.families.rwkv_cuda import LayerShift
-from kittiwake.layers.cuda_linear import CudaProduct
+from kittiwake.layers.cuda_linear import CudaProduct, exact_products, same_bits
+from kittiwake.ops.dynamic_mix.cuda import LOW_ROWS, can_take_low, close_mix_low
 from kittiwake.ops.dynamic_mix.triton import close_mix
 from kittiwake.ops.wkv6.cuda import Kind
+from kittiwake.progress import Progress
 
+_PROVED_AT = (1, 7, 8, 9, 31, LOW_ROWS)
+"""Rows at which the mix that makes its low-rank products itself is compared with the launches apart."""
 _LETTERS = {"receptance": "r", "key": "k", "value": "v", "gate": "g"}
 
 
@@ -48,6 +53,8 @@ class Rwkv6Cuda(MatrixCuda):
         self, config: ModelConfig, sizes: Sizes, spec: StateSpec, dtype: str, *, place: torch.device | None = None
     ) -> None:
         self._sizes = sizes
+        self._keeps_bits = True
+        """Of the mix that makes its low-rank products itself: proved on the card, see :meth:`warm_up`."""
         super().__init__(config, spec, dtype, Kind(True, True), place=place)
 
     def make_layer(self, index: int) -> _Layer:
@@ -76,8 +83,38 @@ class Rwkv6Cuda(MatrixCuda):
         shift(layer.mix_x, z, kept=kept)
         down = self.outputs("mix_down", count, layer.mix_down.columns)
         layer.mix_down(z[0], down, overlap=self.overlap)
+        mixed = self.room("mixed", count, self.width, lead=len(MIXES))
+        self._close_mix(layer, kept, down, mixed, is_apart=not self._keeps_bits)
+        return mixed
+
+    def _close_mix(
+        self, layer: _Layer, kept: torch.Tensor, down: torch.Tensor, mixed: torch.Tensor, *, is_apart: bool
+    ) -> None:
+        """From the first low-rank products [N, 5 rank] to the mixed rows; ``is_apart``: the second ones in another launch."""
+        count, mixes = down.shape[0], layer.time_mixes
+        if not is_apart and can_take_low(self.element, self.width, self._sizes.mix_rank, count):
+            close_mix_low(kept, down, layer.mix_up.weight, mixes, mixed, overlap=self.overlap)
+            return
         low = self.outputs("mix_low", count, layer.mix_up.columns)
         layer.mix_up(down, low, overlap=self.overlap)
-        mixed = self.room("mixed", count, self.width, lead=len(MIXES))
-        close_mix(kept, low, layer.time_mixes, mixed, overlap=self.overlap)
-        return mixed
+        close_mix(kept, low, mixes, mixed, overlap=self.overlap)
+
+    @on_its_card
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """See :class:`CudaModel`; the mix makes its products itself where that has the bits of the launches apart here."""
+        super().warm_up(progress)
+        if self._is_on_card:
+            with self._lock, exact_products(self.place):
+                self._keeps_bits = all(self._has_bits_of_launches_apart(rows) for rows in _PROVED_AT)
+
+    def _has_bits_of_launches_apart(self, rows: int) -> bool:
+        """Of the first layer's mix, on random rows."""
+        layer, generator = self._layer_list[0], torch.Generator(self.place).manual_seed(rows)
+        assert isinstance(layer, _Layer)
+        kept = torch.randn((2, rows, self.width), generator=generator, device=self.place)
+        down = self.outputs("mix_down", rows, layer.mix_down.columns)
+        down.copy_(torch.rand(down.shape, generator=generator, device=self.place) * 2 - 1)
+        made = torch.full((2, len(MIXES), rows, self.width), torch.nan, dtype=self.element, device=self.place)
+        for mixed, is_apart in zip(made, (False, True), strict=True):
+            self._close_mix(layer, kept, down, mixed, is_apart=is_apart)
+        return same_bits(made[0], made[1])

@@ -57,6 +57,18 @@ _NARROW = {
     1: ((16, 8, 256, 3), (32, 8, 256, 4), (8, 8, 256, 4), (8, 8, 256, 6), (16, 8, 128, 6), (64, 16, 128, 4), (32, 8, 128, 3)),
     8: ((32, 8, 256, 4), (16, 8, 256, 3), (16, 8, 512, 3), (32, 8, 128, 3)),
 }  # fmt: skip
+_FEW_COLUMNS = 256
+"""Columns up to which a product has so few blocks that each may hold most of its weights before it waits."""
+_FEW = {
+    1: (Narrow(8, 8, 256, 9, rows=1), Narrow(16, 8, 512, 5, rows=1)),
+    32: (
+        Narrow(8, 8, 256, 9, rows=8),
+        Narrow(16, 8, 512, 5, rows=8),
+        Narrow(8, 8, 256, 5, rows=16),
+        Narrow(16, 8, 256, 6, rows=16),
+    ),
+    64: (Narrow(8, 8, 256, 5, rows=16), Narrow(16, 8, 256, 6, rows=16)),
+}
 _TILES = {
     16: ((16, 16, 256, 2, 4), (16, 32, 128, 2, 6), (16, 32, 128, 4, 4), (16, 16, 32, 1, 6), (16, 16, 128, 2, 6)),
     32: ((32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4),
@@ -295,6 +307,9 @@ def _candidates(group: CudaGroup, most: int, out_dtype: torch.dtype) -> Iterable
         return
     for narrow in _NARROW.get(most, ()):
         yield from _fitting(group, Choice("narrow", Narrow(*narrow)), out_dtype)
+    if group.columns <= _FEW_COLUMNS < group.depth:
+        for few in _FEW.get(next((limit for limit in _FEW if most <= limit), 0), ()):
+            yield from _fitting(group, Choice("narrow", few), out_dtype)
     for tile in _TILES[min(max(most, 16), 128)]:
         yield from _fitting(group, Choice("tile", Config(*tile)), out_dtype)
     if most > 8:

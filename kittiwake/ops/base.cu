@@ -42,3 +42,16 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int apart = 16; apart; apart >>= 1) x += __shfl_xor_sync(~0u, x, apart);
   return x;
 }
+
+#if DT != 0
+// m16n8k16: 16 products are added to each of a warp's sums, of which a lane has 4.
+__device__ __forceinline__ void add_products(
+    float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+#if DT == 1
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+#endif

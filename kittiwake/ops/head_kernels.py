@@ -14,7 +14,7 @@ import torch
 from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, padded_head, read_sources
 
 LOW_ROWS = 4
-"""Sequences up to which decoding makes the low-rank products itself."""
+"""Sequences up to which decoding makes the low-rank products itself, where an op says nothing else."""
 BEGIN_NEXT = 2
 """When decoding lets the next kernel begin: 0 when it has ended, 1 at once, 2 when the states are written."""
 
@@ -78,10 +78,12 @@ def low_bytes(head_size: int, depths: Sequence[int]) -> int:
     return sum(head_size * (depth + 8) + warps * depth for depth in padded) * 2
 
 
-def can_take_low(head_size: int, dtype: torch.dtype, depths: Sequence[int], rows: int, most_bytes: int) -> bool:
+def can_take_low(
+    head_size: int, dtype: torch.dtype, depths: Sequence[int], rows: int, most_bytes: int, most_rows: int = LOW_ROWS
+) -> bool:
     """Whether decoding can make them itself: few rows, depths its loads can walk, weights that fit shared memory."""
     return (
-        rows <= LOW_ROWS
+        rows <= most_rows
         and dtype.itemsize == 2
         and head_size % 32 == 0
         and all(depth % 8 == 0 for depth in depths)

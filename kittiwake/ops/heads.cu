@@ -152,13 +152,7 @@ __device__ __forceinline__ unsigned low_input(const elem* x) { return threadIdx.
 // Adds 16 products to each of 8 outputs, of which lanes 0 to 3 get two each, c[0] and c[1]. a0, a2: a lane's share of one row of
 // inputs, of which lanes 0 to 3 hold 2 (lane % 4) and the one after, and 8 further on; w: the lane's weights of output lane / 4.
 __device__ __forceinline__ void add_low(float (&c)[4], unsigned a0, unsigned a2, const elem* w) {
-  const unsigned b0 = *(const unsigned*)w, b1 = *(const unsigned*)(w + 8);
-#if DT == 1
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+  add_products(c, a0, 0, a2, 0, *(const unsigned*)w, *(const unsigned*)(w + 8));
 }
 #endif
 

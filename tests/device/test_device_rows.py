@@ -15,6 +15,10 @@ from tests.ops.pieces import cut_in_two
 
 # Without a device these tests are skipped, but their module is imported: on machines that have no Triton too.
 if torch.cuda.is_available():
+    from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
+    from kittiwake.layers.cuda_linear import same_bits as same_bits_there
+    from kittiwake.ops.dynamic_mix.cuda import LOW_ROWS, can_take_low, close_mix_low
+    from kittiwake.ops.dynamic_mix.triton import close_mix
     from kittiwake.ops.shift_mix import triton as row_kernels
     from tests.ops.cuda_pieces import EPS, check_shift, shift_mix
 
@@ -48,6 +52,31 @@ def test_cuts_change_no_bit_of_a_shift(case: ShiftMixCase, dtype: torch.dtype) -
         inputs["shift"] = found["shift"]
     LEDGER.case("token shift: cuts", same and same_bits(inputs["shift"], expected["shift"]))
     assert LEDGER.holds("token shift: cuts")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "rank"), [(2048, 32), (768, 8), (2560, 64), (40, 24)])
+def test_a_mix_with_its_products_inside_has_the_bits_of_two_launches(width: int, rank: int, dtype: torch.dtype) -> None:
+    """RWKV-6's; the products apart are the in-order kernel's."""
+    place, generator = torch.device("cuda"), torch.Generator("cuda").manual_seed(rank)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=place)
+
+    up = CudaGroup([CudaProduct(f"{m}", rank, width, 0, m * rank) for m in range(5)], dtype, place)
+    for m in range(5):
+        up.load(f"{m}", draw(width, rank))
+    mixes = draw(5, width)
+    for rows in (1, 2, 7, 8, 9, 16, 17, 33, LOW_ROWS, LOW_ROWS + 300):
+        assert can_take_low(dtype, width, rank, min(rows, LOW_ROWS))
+        kept, down = draw(2, rows, width), draw(rows, 5 * rank + 16).tanh().to(dtype)[:, : 5 * rank]
+        low = torch.full((rows, 5 * width), torch.nan, dtype=dtype, device=place)
+        apart, inside = torch.full((2, 5, rows, width), torch.nan, dtype=dtype, device=place)
+        up(down, low, overlap=False)
+        close_mix(kept, low, mixes, apart, overlap=False)
+        close_mix_low(kept, down, up.weight, mixes, inside, overlap=True)
+        LEDGER.case("mix: products inside = apart", same_bits_there(inside, apart))
+    assert LEDGER.holds("mix: products inside = apart")
 
 
 @pytest.mark.parametrize("width", [1, 65, 768, 2560])

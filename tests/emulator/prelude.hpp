@@ -214,6 +214,7 @@ static const char* launch(void (*kernel)(), const unsigned* grid, int threads, i
 
 }  // namespace emulated
 
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

@@ -241,5 +241,5 @@ def test_no_block_has_columns_of_two_products() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_narrow_products(rows: int) -> None:
-    layouts: list[Any] = [(16, 8, 256, 3), (32, 8, 128, 3)]
+    layouts: list[Any] = [(16, 8, 256, 3), (32, 8, 128, 3), (8, 8, 256, 9, 8)]
     same_in_all(group(torch.float16, *PRODUCTS), [Choice("narrow", Narrow(*layout)) for layout in layouts], rows)

@@ -25,6 +25,7 @@ from kittiwake.families.cuda_model import CudaModel
 from kittiwake.families.registry import recognise
 from kittiwake.load import TensorDict
 from kittiwake.ops import head_kernels
+from kittiwake.ops.dynamic_mix import cuda as dynamic_mix
 from kittiwake.ops.head_kernels import TILINGS
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
@@ -56,7 +57,7 @@ def _interpretable() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         make_interpretable(patch)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
-        for module in (wkv4, head_kernels):
+        for module in (wkv4, head_kernels, dynamic_mix):
             patch.setattr(module, "CudaKernel", EmulatedKernel)
         patch.setattr(wkv7, "shared_memory_limit", lambda: 99 * 1024)
         patch.setattr(rwkv7_cuda, "HIDDEN_ROWS", 4)  # of the ten and more rows here

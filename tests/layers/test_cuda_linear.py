@@ -126,7 +126,7 @@ def test_picks_are_told_shape_by_shape() -> None:
     told = made.describe()
     assert told["shape"] == "64x16" and told["reason"] == "measured on this card; bits proved"
     assert told["replaced"] == ["library up to 8 rows"]
-    assert told["up_to_rows"]["1"] == "narrow 16x8x256x3" and told["up_to_rows"]["more"] == "library"
+    assert told["up_to_rows"]["1"] == "narrow 16x8x256x3x64" and told["up_to_rows"]["more"] == "library"
     assert list(told["up_to_rows"]) == [*map(str, ROW_LIMITS[:-1]), "more"]
 
 

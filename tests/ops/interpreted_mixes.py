@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from kittiwake.layers.cuda_linear import Choice, CudaGroup, CudaProduct
+from kittiwake.ops.dynamic_mix import cuda as fused
 from kittiwake.ops.dynamic_mix import reference
 from kittiwake.ops.dynamic_mix.cases import CASES as ALL_CASES
 from kittiwake.ops.dynamic_mix.cases import DynamicMixCase
 from kittiwake.ops.dynamic_mix.triton import close_mix
+from kittiwake.ops.matmul import cuda as narrow
+from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.shift_mix.reference import layer_norm
 from kittiwake.ops.shift_mix.triton import Added, norm_rows, shift_mix
+from tests.emulator import kernels
+from tests.emulator.kernels import EmulatedKernel
 from tests.ops.bits import same_bits
 from tests.ops.interpreted_kernels import _interpretable  # noqa: F401  a fixture
 from tests.ops.pieces import cut_in_two
@@ -99,6 +105,47 @@ def test_cuts_change_no_bit_of_the_mix(case: DynamicMixCase) -> None:
         assert same_bits(x_part.numpy(), x.numpy()[rows]) and same_bits(z_part.numpy(), z.numpy()[rows])
         assert same_bits(closed(mine, kept_part), expected[:, rows])
     assert same_bits(inputs["shift"], whole["shift"])
+
+
+@pytest.mark.skipif(not kernels.IS_AVAILABLE, reason="g++ is not installed: it compiles kernels for the host")
+@pytest.mark.parametrize(
+    ("dtype", "width", "rank", "rows"),
+    [
+        (torch.float16, 40, 32, 1),
+        (torch.bfloat16, 16, 8, 5),
+        (torch.float16, 24, 64, 9),
+        (torch.bfloat16, 48, 24, 35),
+    ],
+)
+def test_a_mix_with_its_products_inside_has_the_bits_of_two_launches(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, rank: int, rows: int
+) -> None:
+    for module in (narrow, fused):
+        monkeypatch.setattr(module, "CudaKernel", EmulatedKernel)
+    monkeypatch.setattr(fused, "_MOST_TILES", 2)  # 35 rows are more than the blocks walk at once
+    narrow._product.cache_clear()
+    fused._close_low.cache_clear()
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    up = CudaGroup([CudaProduct(f"{m}", rank, width, 0, m * rank) for m in range(5)], dtype, torch.device("cpu"))
+    for m in range(5):
+        up.load(f"{m}", draw(width, rank))
+    # what stands beside the rows, and beyond them, is nothing to reckon with
+    wide = torch.full((rows + 1, 5 * rank + 16), torch.nan, dtype=dtype)
+    wide[:rows, : 5 * rank] = draw(rows, 5 * rank).to(dtype).tanh()
+    down, kept, mixes = wide[:rows, : 5 * rank], draw(2, rows + 3, width)[:, :rows], draw(5, width)
+    apart = torch.full((5, rows, width), torch.nan)  # rounded below: the interpreter cuts bfloat16 off
+    room = torch.full((5, rows + 2, width), torch.nan, dtype=dtype)
+    inside = room[:, :rows]
+    low = torch.full((rows, 5 * width), torch.nan, dtype=dtype)
+    up.run(Choice("narrow", Narrow(16, 8, 128, 3)), down, low, overlap=False)
+    close_mix(kept, low, mixes, apart, overlap=False)
+    fused.close_mix_low(kept, down, up.weight, mixes, inside, overlap=True)
+    assert bool(torch.isfinite(inside).all()) and bool(torch.isnan(room[:, rows:]).all())
+    assert same_bits(inside.float().numpy(), apart.to(dtype).float().numpy())
 
 
 def test_the_last_norm_adds_what_a_gate_lets_through() -> None:

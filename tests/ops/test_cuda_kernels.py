@@ -110,10 +110,11 @@ def test_row_kernels_compile_and_contract_nothing(capability: int, width: int) -
 
 def narrow_layouts() -> list[tuple[int, Narrow]]:
     """Every layout that the tuning tries, for every row count it is compiled for."""
-    from kittiwake.layers.cuda_probe import _NARROW
+    from kittiwake.layers.cuda_probe import _FEW, _NARROW
 
-    sizes = {1: (1,), 8: (8,)}
-    return [(size, Narrow(*layout)) for most, layouts in _NARROW.items() for layout in layouts for size in sizes[most]]
+    found = {(most, Narrow(*layout)) for most, layouts in _NARROW.items() for layout in layouts}
+    found |= {(most, config) for most, configs in _FEW.items() for config in configs}
+    return sorted({(config.size_for(rows), config) for rows, config in found}, key=str)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 
 from kittiwake.layers.cuda_probe import _PLAIN
 from kittiwake.ops import nvrtc
-from kittiwake.ops.head_kernels import LOW_ROWS, TILINGS, head_defines, head_source
+from kittiwake.ops.dynamic_mix import cuda as dynamic_mix
+from kittiwake.ops.head_kernels import TILINGS, head_defines, head_source
 from kittiwake.ops.matmul import float32
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
@@ -39,6 +40,30 @@ def test_the_second_half_of_the_mix_compiles_and_contracts_nothing(capability: i
     fixed = {"MIXES": 5, "BLOCK": BLOCK, "OVERLAP": bool(overlap)}
     code = built(close_kernel, capability, types, fixed, num_warps=4, enable_fp_fusion=False, **overlap).asm
     assert len(code["cubin"]) > 0 and "fma.rn" not in code["ptx"]
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("rank", [8, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@cards
+def test_the_mix_with_its_products_inside_compiles(capability: int, dtype: torch.dtype, rank: int) -> None:
+    for tile in (8, 16):
+        given = dynamic_mix.defines(dtype, 5, rank, tile)
+        assert b"close_low" in nvrtc.compile_source(dynamic_mix.source(), given, f"sm_{capability}")
+
+
+def test_the_mix_makes_its_products_itself_where_it_can() -> None:
+    for dtype, width, rank, rows, can in (
+        (torch.float16, 2048, 32, 1, True),
+        (torch.bfloat16, 4096, 64, dynamic_mix.LOW_ROWS, True),
+        (torch.float16, 2048, 32, dynamic_mix.LOW_ROWS + 1, False),
+        (torch.float32, 2048, 32, 1, False),  # there is no such product in float32
+        (torch.float16, 60, 32, 1, False),  # a warp's channels are 8
+        (torch.float16, 64, 5, 1, False),  # inputs that are read two at a time
+        (torch.float16, 2048, 128, 1, False),  # more than its registers hold
+    ):
+        assert dynamic_mix.can_take_low(dtype, width, rank, rows) == can
 
 
 @pytest.mark.slow
@@ -93,7 +118,8 @@ def bare(kind: Kind = KINDS[0], dtype: torch.dtype = torch.float16) -> wkv6.Wkv6
 def test_decoding_makes_the_low_rank_product_itself_where_it_can() -> None:
     made = bare()
     made.head_size = 64
-    assert made.can_take_low(64, 1) and not made.can_take_low(64, LOW_ROWS + 1)
+    assert made.can_take_low(64, 1) and made.can_take_low(64, wkv6.LOW_ROWS)
+    assert not made.can_take_low(64, wkv6.LOW_ROWS + 1)
     assert not made.can_take_low(1024, 1)  # more than fits on chip
     constant = bare(KINDS[1])
     constant.head_size = 64

@@ -25,6 +25,12 @@ class Narrow:
     wn: int = 8
     bk: int = 256
     stages: int = 4
+    rows: int = MOST_ROWS
+    """Most rows of a block, one of ROW_CLASSES: with few columns, more blocks share the rows, each with all of its weights."""
+
+    def size_for(self, rows: int) -> int:
+        """Rows of a block, where there are so many in all."""
+        return next((most for most in ROW_CLASSES if min(rows, self.rows) <= most), MOST_ROWS)
 
     def shared_bytes(self, rows: int, parts: int = 1) -> int:
         """Shared memory of a block for ``rows`` rows."""
@@ -77,7 +83,7 @@ def narrow_product(
     ``parts`` > 1 defines other sums: K in so many equal parts, each a multiple of 16, in order each and added in order.
     """
     rows = out.shape[0]
-    size = next((most for most in ROW_CLASSES if rows <= most), MOST_ROWS)
+    size = config.size_for(rows)
     kernel = _product(x.dtype, config, size, out.dtype == torch.float32, parts)
     grid = (lines.shape[0] * 32 // config.bn, -(-rows // size), 1)
     group = x.stride(0) if x.dim() == 3 else 0

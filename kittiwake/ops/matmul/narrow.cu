@@ -58,14 +58,6 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
 }
-__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-#if DT == 1
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // The operands of KC of K: weights by 32, rows by 16 (up to 8 rows: by 32, the lower half of a tile being nothing).
 struct Operands {
@@ -75,14 +67,7 @@ struct Operands {
     for (int i = 0; i < KC / 32; i++) {
       #pragma unroll
       for (int n = 0; n < NT; n++) load_matrices(b[i][n], w_lane + (n * 8 * STRIDE + k + i * 32) * 2);
-      if (ROWS == 8) load_matrices(a[i][0], x_lane + (k + i * 32) * 2);
-      if (ROWS == 1) {  // the first four lanes hold the row
-        #pragma unroll
-        for (int q = 0; q < 4; q++) {
-          a[i][0][q] = 0;
-          if (threadIdx.x % 32 < 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[i][0][q]) : "r"(x_lane + (k + i * 32 + q * 8) * 2));
-        }
-      }
+      if (ROWS <= 8) load_matrices(a[i][0], x_lane + (k + i * 32) * 2);
     }
     if (ROWS > 8) {
       #pragma unroll
@@ -100,8 +85,8 @@ struct Operands {
         #pragma unroll
         for (int n = 0; n < NT; n++) {
           const unsigned b0 = b[i / 2][n][i % 2 * 2], b1 = b[i / 2][n][i % 2 * 2 + 1];
-          if (ROWS <= 8) multiply(c[t][n], a[i / 2][t][i % 2 * 2], 0, a[i / 2][t][i % 2 * 2 + 1], 0, b0, b1);
-          else multiply(c[t][n], a[i][t][0], a[i][t][1], a[i][t][2], a[i][t][3], b0, b1);
+          if (ROWS <= 8) add_products(c[t][n], a[i / 2][t][i % 2 * 2], 0, a[i / 2][t][i % 2 * 2 + 1], 0, b0, b1);
+          else add_products(c[t][n], a[i][t][0], a[i][t][1], a[i][t][2], a[i][t][3], b0, b1);
         }
       }
     }
@@ -175,26 +160,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   const int all_warps = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_part = PARTS == 1 ? 0 : all_warps / (BN / WN), warp = PARTS == 1 ? all_warps : all_warps % (BN / WN);
   const unsigned w_lane = w_at + ((own_part * BN + warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
-  const unsigned x_lane = x_at + own_part * ROWS * STRIDE * 2 + (ROWS == 1 ? lane % 4 * 2 : ROWS == 8 ? lane % 8 * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
+  // one row stands in all eight of a matrix: nobody stores the sums of the others
+  const unsigned x_lane = x_at + own_part * ROWS * STRIDE * 2 + (ROWS <= 8 ? lane % 8 % ROWS * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
   float c[MT][NT][4];
   #pragma unroll
   for (int t = 0; t < MT; t++)
     #pragma unroll
     for (int n = 0; n < NT; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.f;
-  for (int step = 0; step < steps; step++) {
+  // Between two stages a warp still has sums to add whose operands are in its registers: nothing waits for the first of the next.
+  constexpr int TURNS = BK / KC;
+  static_assert(TURNS % 2 == 0, "operands are held twice");
+  Operands now[2];
+  auto load = [&](Operands& to, int step, int turn) {
+    to.load(w_lane + step % STAGES * (PARTS * BN * STRIDE * 2), x_lane + step % STAGES * (PARTS * ROWS * STRIDE * 2), turn * KC);
+  };
+  auto wait_for_stage = [&]() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncthreads();
-    const unsigned w_now = w_lane + step % STAGES * PARTS * BN * STRIDE * 2;
-    const unsigned x_now = x_lane + step % STAGES * PARTS * ROWS * STRIDE * 2;
-    Operands now[2];
-    now[0].load(w_now, x_now, 0);
-    fetch_w(step + STAGES - 1);
+    if (THREADS == 32) __syncwarp(); else __syncthreads();
+  };
+  wait_for_stage();
+  load(now[0], 0, 0);
+  for (int step = 0; step < steps; step++) {
+    load(now[1], step, 1);
+    fetch_w(step + STAGES - 1);  // where all warps have read what they need, since they have begun this stage
     fetch_x(step + STAGES - 1);
     asm volatile("cp.async.commit_group;" ::: "memory");
     #pragma unroll
-    for (int i = 0; i < BK / KC; i++) {
-      if (i + 1 < BK / KC) now[(i + 1) % 2].load(w_now, x_now, (i + 1) * KC);
-      now[i % 2].multiply_into(c);
+    for (int turn = 0; turn < TURNS; turn++) {
+      if (turn > 0 && turn + 1 < TURNS) load(now[(turn + 1) % 2], step, turn + 1);
+      if (turn + 1 == TURNS) { wait_for_stage(); load(now[0], step + 1, 0); }  // behind the last stage: for nothing
+      now[turn % 2].multiply_into(c);
     }
   }
   if (begin_next == 2) let_next_begin();

@@ -11,6 +11,8 @@ from kittiwake.ops.head_kernels import TILINGS, HeadKernels, Tilings, can_take_l
 
 _SHARED_BYTES = 96 * 1024
 """Shared memory that a block of any card from compute capability 8.0 on may have."""
+LOW_ROWS = 32
+"""Sequences up to which decoding makes the low-rank product itself: of one decay a head's weights are few."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Wkv6(HeadKernels):
 
     def can_take_low(self, depth: int, rows: int) -> bool:
         """Whether :meth:`decode_low` serves."""
-        return self.kind.is_by_token and can_take_low(self.head_size, self.dtype, (depth,), rows, _SHARED_BYTES)
+        given = (self.head_size, self.dtype, (depth,), rows, _SHARED_BYTES, LOW_ROWS)
+        return self.kind.is_by_token and can_take_low(*given)
 
     def decode(
         self,

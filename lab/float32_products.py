@@ -68,12 +68,12 @@ FEW, USUAL = Choice("plain", Plain(8, 32, 2, 1, 64, 4)), Choice("plain", Plain(3
 @contextmanager
 def begins(products: int, shift: bool = True) -> Iterator[None]:
     """When products let the next kernel begin, and whether the token shift does so at once."""
-    kept = float32.BEGIN_NEXT, shifts.BEGIN_NEXT
-    float32.BEGIN_NEXT, shifts.BEGIN_NEXT = {1 << 30: products}, shift
+    kept = float32.BEGIN_NEXT, shifts.EARLY_ROWS
+    float32.BEGIN_NEXT, shifts.EARLY_ROWS = {1 << 30: products}, (1 << 30 if shift else 0)
     try:
         yield
     finally:
-        float32.BEGIN_NEXT, shifts.BEGIN_NEXT = kept
+        float32.BEGIN_NEXT, shifts.EARLY_ROWS = kept
 
 
 def layouts(group: CudaGroup, rows: int) -> list[Choice]:

@@ -1,10 +1,11 @@
 """Which layouts of products make whole decode steps fast, rather than each product alone?
 
-    python lab/step_search.py [--parts 1.5b-1,1.5b-8,1.5b-32,0.1b-1] [--json FILE]
+    python lab/step_search.py [--parts 1.5b-1,1.5b-8,1.5b-32,0.1b-1,rwkv6-1.6b-1] [--json FILE]
 
 Kernels that are fast alone can leave the one behind them no room to begin early, and the other way round. For a shape and a
 number of requests every place of a layer is tried in turn with every layout in the step itself, and keeps the fastest; bits
 are compared with those of the picks that were there. fp16. ``picks`` of the document are what was better, by shape and limit.
+Behind it the step with other answers to when a kind of kernel lets the next begin.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from kittiwake.device import usable_cores
 from kittiwake.engine.batch import Batch
 from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, exact_products
 from kittiwake.layers.cuda_probe import _document, _trial
+from kittiwake.ops import head_kernels
 from kittiwake.ops.head_kernels import LOW_ROWS
+from kittiwake.ops.matmul import cuda as narrows
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.triton import Config
+from kittiwake.ops.shift_mix import triton as shifts
 from tests.device.runs import Runs
 
-CASES = ("1.5b-1", "1.5b-8", "1.5b-32", "0.1b-1")
-MOST_SHARED = 112 * 1024
+CASES = ("1.5b-1", "1.5b-8", "1.5b-32", "0.1b-1", "rwkv6-1.6b-1")
+MOST_SHARED = 200 * 1024
 NARROW = [
     Narrow(bn, wn, bk, stages)
     for bn, wn in ((8, 8), (16, 8), (16, 16), (32, 8), (32, 16), (64, 16))
-    for bk, depths in ((128, (4, 8, 12)), (256, (3, 4, 6, 10)), (512, (3, 4, 6)))
+    for bk, depths in ((128, (4, 6, 8, 10, 12, 16)), (256, (3, 4, 5, 6, 7, 8, 10)), (512, (3, 4, 5, 6)))
     for stages in depths
     if bn // wn * 32 >= bk // 8
 ]
@@ -46,7 +50,14 @@ TILES = {
     32: [(32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 64, 64, 4, 5),
          (32, 16, 128, 2, 6), (32, 16, 256, 4, 3), (32, 32, 256, 4, 3), (32, 16, 256, 1, 4), (32, 32, 64, 2, 8)],
 }  # fmt: skip
-PLACES = ("projections", "low_rank", "output", "ffn_key", "ffn_value")
+PLACES = {
+    "7": ("projections", "low_rank", "output", "ffn_key", "ffn_value", "head"),
+    "6": ("mix_down", "projections", "output", "ffn_inputs", "ffn_value", "head"),
+}
+BEGINS: tuple[tuple[Any, str, Any], ...] = (
+    (narrows, "BEGIN_NEXT", 0), (narrows, "BEGIN_NEXT", 2), (head_kernels, "BEGIN_NEXT", 0), (head_kernels, "BEGIN_NEXT", 1),
+    (shifts, "EARLY_ROWS", 0),
+)  # fmt: skip
 
 
 class Step:
@@ -65,8 +76,14 @@ class Step:
         return ROW_LIMITS[self._limit]
 
     def groups(self, place: str) -> list[CudaGroup]:
-        """Of all layers."""
-        return [getattr(layer, place) for layer in self.model._layer_list]
+        """Of all layers, or the head."""
+        return [self.model.head] if place == "head" else [getattr(layer, place) for layer in self.model._layer_list]
+
+    @property
+    def places(self) -> list[str]:
+        """Where a layer has products that launches of this step make."""
+        found = PLACES["7" if hasattr(self.model._layer_list[0], "ffn_key") else "6"]
+        return [place for place in found if place != "low_rank" or self.rows > LOW_ROWS]
 
     def put(self, place: str, choice: Choice) -> None:
         """Set what serves a place."""
@@ -97,22 +114,29 @@ class Step:
         return statistics.median(taken)
 
 
-def candidates(group: CudaGroup, rows: int) -> list[Choice]:
+def candidates(group: CudaGroup, out_dtype: torch.dtype, rows: int) -> list[Choice]:
     """What can serve a place."""
     size = 1 if rows == 1 else 8
     found = [Choice("narrow", one) for one in NARROW if rows <= 8 and one.shared_bytes(size) <= MOST_SHARED]
+    found = [one for one in found if out_dtype == group.dtype or cast(Narrow, one.layout).bn >= 32]  # the head is wide
     found += [Choice("tile", Config(*one)) for one in TILES.get(rows, ())]
     found += [Choice("library")] if rows in group.picks.library_rows else []
-    return [choice for choice in found if group.can_run(choice, group.dtype)]
+    return [choice for choice in found if group.can_run(choice, out_dtype)]
+
+
+def out_dtype_of(place: str) -> torch.dtype:
+    """Of a place's outputs."""
+    return torch.float32 if place == "head" else torch.float16
 
 
 def compiled(step: Step) -> None:
     """Compile what is tried, side by side."""
     works = []
-    for place in PLACES:
-        group = step.groups(place)[1]
-        given, out = _trial(group, group.dtype, step.rows)
-        works += [partial(group.run, choice, given, out, overlap=True) for choice in candidates(group, step.rows)]
+    for place in step.places:
+        group, out_dtype = step.groups(place)[-1], out_dtype_of(place)
+        given, out = _trial(group, out_dtype, step.rows)
+        some = candidates(group, out_dtype, step.rows)
+        works += [partial(group.run, choice, given, out, overlap=True) for choice in some]
 
     def once(work: Callable[[], None]) -> None:
         with torch.cuda.device(0), suppress(Exception):
@@ -132,22 +156,22 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
     wanted = step.logits()
     first = best = step.time_us(60)
     changed: dict[str, Choice] = {}
+    fastest: dict[str, list[Choice]] = {}
     for turn in range(passes):
-        for place in PLACES:
-            if place == "low_rank" and rows <= LOW_ROWS:
-                continue
-            group = step.groups(place)[1]
+        for place in step.places:
+            group = step.groups(place)[-1]
             kept = group.picks.choice(rows)
             tried: dict[Choice, float] = {}
-            for choice in candidates(group, rows):
+            for choice in fastest.get(place) or candidates(group, out_dtype_of(place), rows):
                 step.put(place, choice)
                 with suppress(RuntimeError):
                     if torch.equal(step.logits(), wanted):
                         tried[choice] = step.time_us()
+            fastest[place] = sorted(tried, key=tried.__getitem__)[:12]
             step.put(place, kept)
             step.logits()
             here = step.time_us(60)
-            for choice in sorted(tried, key=tried.__getitem__)[:3]:
+            for choice in fastest[place][:3]:
                 step.put(place, choice)
                 step.logits()
                 taken = step.time_us(60)
@@ -168,9 +192,24 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
         for group in step.groups(place):
             picks[group.key] = _document(choice)
     report.put("picks", f"{name}, up to {step.limit} rows", picks)
+    begins(report, step, name, wanted)
     step.states.graphs.clear()
     step.states.pool = None
     runs.free(step.slots)
+
+
+def begins(report: Report, step: Step, name: str, wanted: torch.Tensor) -> None:
+    """The step with other answers to when a kind of kernel lets the next begin."""
+    found = {}
+    for module, variable, value in BEGINS:
+        kept = getattr(module, variable)
+        setattr(module, variable, value)
+        kind = f"{module.__name__.split('.')[2]} {variable} {value}"
+        report.check(f"{name}, {kind}: the same bits", torch.equal(step.logits(), wanted))
+        found[kind] = round(step.time_us(60), 1)
+        setattr(module, variable, kept)
+    report.say(f"{name}: " + "  ".join(f"{kind} {us:.0f}" for kind, us in found.items()))
+    report.put("begins", name, found)
 
 
 @cache
@@ -186,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(__doc__, CASES, arguments)
 
     def one(case: str) -> None:
-        shape, rows = case.split("-")
+        shape, _, rows = case.rpartition("-")
         search(report, loaded(shape), int(rows), 2 if rows == "1" else 1)
 
     return report.each({case: partial(one, case) for case in CASES})

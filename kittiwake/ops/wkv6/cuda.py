@@ -11,7 +11,7 @@ from kittiwake.ops.head_kernels import TILINGS, HeadKernels, Tilings, can_take_l
 
 _SHARED_BYTES = 96 * 1024
 """Shared memory that a block of any card from compute capability 8.0 on may have."""
-LOW_ROWS = 32
+LOW_ROWS = 8
 """Sequences up to which decoding makes the low-rank product itself: of one decay a head's weights are few."""
 
 

@@ -89,6 +89,9 @@ def cut(batch: Batch, most_rows: int) -> list[Piece]:
     if batch.rows == len(batch.slots) == len(batch.want_rows) <= most_rows:
         rows = np.arange(batch.rows)
         return [Piece(True, batch.token_ids, batch.starts, batch.slots, rows, rows, rows)]
+    if batch.rows <= most_rows and lengths.min() > 1:
+        rows, places = np.arange(batch.rows), np.arange(len(batch.want_rows))
+        return [Piece(False, batch.token_ids, batch.starts, batch.slots, batch.want_rows, places, rows)]
     pieces: list[Piece] = []
     place = {int(row): index for index, row in enumerate(batch.want_rows)}
     singles, most_singles = np.flatnonzero(lengths == 1), min(most_rows, DECODE_BUCKETS[-1])

@@ -10,8 +10,8 @@ from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, read_sources
 
 LOW_ROWS = 64
 """Rows up to which the mix makes its low-rank products itself."""
-BEGIN_NEXT_ROWS = 0
-"""Rows up to which the next kernel may begin at once, and not when this one has ended: on an H200 none (lab/LOG.md)."""
+BEGIN_NEXT_ROWS = 4
+"""Rows up to which the next kernel may begin at once, and not when this one has ended."""
 _WARPS = 2
 """Of a block: 8 channels each."""
 _MOST_TILES = 16

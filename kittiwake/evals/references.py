@@ -29,7 +29,7 @@ from kittiwake.checkpoints.bundle import read_bundle
 from kittiwake.checkpoints.manifest import MANIFEST_NAME
 from kittiwake.checkpoints.reader import TensorSource, open_checkpoint
 from kittiwake.config import EngineConfig
-from kittiwake.device import processor_name, resolve_threads
+from kittiwake.device import find_card, processor_name, resolve_threads
 from kittiwake.engine.request import Completion, SamplingParams
 from kittiwake.errors import KittiwakeError, ModelError, UsageError
 from kittiwake.evals.runs import Answerer
@@ -295,7 +295,8 @@ class Reference:
         valid = [token < tokenizer.vocab_size and tokenizer.is_valid(token) for token in range(vocab_size)]
         self._banned = torch.tensor([token for token, is_valid in enumerate(valid) if not is_valid], dtype=torch.long)
         self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(answerer.threads)
+        if answerer.threads:  # none on a card
+            torch.set_num_threads(answerer.threads)
 
     def __enter__(self) -> Self:
         return self
@@ -373,7 +374,10 @@ def open_reference(
         raise UsageError(f"{flag} does not reach the reference {name}", "leave it away")
     dtype = "fp32" if config.dtype == "auto" else config.dtype
     device = "cuda" if config.device.startswith("cuda") else "cpu"
-    threads = resolve_threads(config.threads)
+    # as kittiwake's own runs tell it, so that their times can be compared
+    processor, threads = (
+        (find_card().name, 0) if device == "cuda" else (processor_name(), resolve_threads(config.threads))
+    )
     weights = read_weights(model, tokenizer, progress)
     if config.rescale_every is not None:
         weights = replace(weights, config={**weights.config, "rescale_every": config.rescale_every})
@@ -393,7 +397,7 @@ def open_reference(
         family=f"rwkv{weights.version}",
         dtype=dtype,
         device=device,
-        processor=processor_name(),
+        processor=processor or processor_name(),
         threads=threads,
         tokenizer=weights.tokenizer.digest(),
     )

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,25 @@ def test_transformers_has_rwkv4_only(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="RWKV-7") as caught:
         open_reference("transformers", tmp_path / "model.pth", EngineConfig(threads=1))
     assert caught.value.hint == "use --reference rwkv"
+
+
+@pytest.mark.parametrize(
+    ("device", "processor", "threads"), [("cuda", "NVIDIA Fake 1000", 0), ("cpu", "a processor", 1)]
+)
+def test_a_reference_tells_what_it_runs_on_as_kittiwake_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, processor: str, threads: int
+) -> None:
+    """Else no ratio of times is told where both sides ran on one card."""
+    network = Counting()
+    monkeypatch.setattr(references, "TransformersRwkv", lambda *_: network)
+    monkeypatch.setattr(references, "find_card", lambda: SimpleNamespace(name="NVIDIA Fake 1000"))
+    monkeypatch.setattr(references, "processor_name", lambda: "a processor")
+    torch.save(_rwkv4(layers=1), tmp_path / "model.pth")
+    before = torch.get_num_threads()
+    with open_reference("transformers", tmp_path / "model.pth", EngineConfig(device=device, threads=1)) as opened:
+        assert (opened.answerer.processor, opened.answerer.threads) == (processor, threads)
+        assert torch.get_num_threads() == (threads or before)
+    assert torch.get_num_threads() == before
 
 
 def test_what_a_library_raises_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,10 +374,9 @@ def open_reference(
         raise UsageError(f"{flag} does not reach the reference {name}", "leave it away")
     dtype = "fp32" if config.dtype == "auto" else config.dtype
     device = "cuda" if config.device.startswith("cuda") else "cpu"
+    card = find_card().card if device == "cuda" else None
     # as kittiwake's own runs tell it, so that their times can be compared
-    processor, threads = (
-        (find_card().name, 0) if device == "cuda" else (processor_name(), resolve_threads(config.threads))
-    )
+    processor, threads = (processor_name(), resolve_threads(config.threads)) if card is None else (card.name, 0)
     weights = read_weights(model, tokenizer, progress)
     if config.rescale_every is not None:
         weights = replace(weights, config={**weights.config, "rescale_every": config.rescale_every})
@@ -397,7 +396,7 @@ def open_reference(
         family=f"rwkv{weights.version}",
         dtype=dtype,
         device=device,
-        processor=processor or processor_name(),
+        processor=processor,
         threads=threads,
         tokenizer=weights.tokenizer.digest(),
     )

@@ -242,7 +242,7 @@ def test_a_reference_tells_what_it_runs_on_as_kittiwake_does(
     """Else no ratio of times is told where both sides ran on one card."""
     network = Counting()
     monkeypatch.setattr(references, "TransformersRwkv", lambda *_: network)
-    monkeypatch.setattr(references, "find_card", lambda: SimpleNamespace(name="NVIDIA Fake 1000"))
+    monkeypatch.setattr(references, "find_card", lambda: SimpleNamespace(card=SimpleNamespace(name="NVIDIA Fake 1000")))
     monkeypatch.setattr(references, "processor_name", lambda: "a processor")
     torch.save(_rwkv4(layers=1), tmp_path / "model.pth")
     before = torch.get_num_threads()

@@ -108,13 +108,20 @@ def usage(answers: Iterable[PromptAnswers], tokenizer: Tokenizer) -> dict[str, A
     choices = [choice for one in answers for choice in one.choices]
     prompt = sum(one.prompt_tokens for one in answers)
     drawn = sum(len(choice.token_ids) for choice in choices)
+    details = {"cached_tokens": sum(one.cached_tokens for one in answers), "cache": _cache_told(answers)}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": drawn,
         "total_tokens": prompt + drawn,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in answers)},
+        "prompt_tokens_details": details,
         "completion_tokens_details": {"reasoning_tokens": sum(c.reasoning_tokens(tokenizer) for c in choices)},
     }
+
+
+def _cache_told(answers: Iterable[PromptAnswers]) -> str:
+    """Whether the first prompt was found in the cache, "hit", or why not; empty where it was not looked for."""
+    ends = (choice.end for one in answers for choice in one.choices if choice.end is not None)
+    return next((end.cache for end in ends), "")
 
 
 def timings(answers: Iterable[PromptAnswers]) -> dict[str, Any]:
@@ -130,7 +137,7 @@ def timings(answers: Iterable[PromptAnswers]) -> dict[str, Any]:
     return {
         "queue_ms": round(queue, 3),
         "cache_n": cached,
-        "cache": ends[0].cache if ends else "",
+        "cache": _cache_told(answers),
         "prompt_n": read,
         "prompt_ms": round(prefill, 3),
         "prompt_per_second": _rate(read, prefill),

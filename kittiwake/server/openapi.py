@@ -53,7 +53,10 @@ _USAGE = {
         "prompt_tokens": _COUNT,
         "completion_tokens": _COUNT,
         "total_tokens": _COUNT,
-        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": _COUNT}},
+        "prompt_tokens_details": {
+            "type": "object",
+            "properties": {"cached_tokens": _COUNT, "cache": {"type": "string"}},
+        },
         "completion_tokens_details": {"type": "object", "properties": {"reasoning_tokens": _COUNT}},
     },
 }

@@ -17,7 +17,7 @@ from kittiwake.checkpoints.reader import open_checkpoint
 from kittiwake.config import EngineConfig
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import StateTable
-from kittiwake.errors import ModelError
+from kittiwake.errors import BundleError, ModelError
 from kittiwake.families.contract import Model, SequencesError
 from kittiwake.families.qwen4exp.family import Qwen4ExpFamily
 from kittiwake.load import load_model
@@ -191,6 +191,8 @@ def refusal(folder: Path, **changes: Any) -> str:
         ("ple_layer_ids", [0], "ple_layer_ids is [0]"),
         ("ple_embed_dim", 30, "ple_embed_dim is 30; supported: a multiple of the 4 rows"),
         ("eos_token_id", None, "lacks the key eos_token_id"),
+        ("eos_token_id", [0, 256], "eos_token_id is [0, 256], expected ids of tokens, 0 to 255"),
+        ("eos_token_id", [0, -7], "eos_token_id is [0, -7], expected ids of tokens, 0 to 255"),
         ("seed", 99, "layer_multipliers"),
         ("layer_types", ["full_attention"], "layer_types is ['full_attention']; supported: one entry for each"),
         ("rope_parameters", {"rope_type": "yarn"}, "rope_parameters.rope_type is 'yarn'"),
@@ -207,6 +209,16 @@ def test_a_config_that_is_not_implemented_is_refused_by_key(
     key: str, value: object, expected: str, folders: dict[str, Path]
 ) -> None:
     assert expected in refusal(folders["one n-gram layer"], **{key: value})
+
+
+def test_ends_of_a_manifest_are_tokens_of_the_model(folders: dict[str, Path]) -> None:
+    with open_checkpoint(folders["one n-gram layer"]) as source:
+        config = Qwen4ExpFamily().read_config(source)
+    model = {**config.extra, "layers": config.layers, "width": config.width, "vocab_size": config.vocab_size}
+    assert Qwen4ExpFamily().config_from_manifest(model | {"end_ids": [0, 255]}).extra["end_ids"] == [0, 255]
+    for ends in ([256], [-1], ["0"], 0):
+        with pytest.raises(BundleError, match=r"model\.end_ids is .*, expected"):
+            Qwen4ExpFamily().config_from_manifest(model | {"end_ids": ends})
 
 
 def test_tensors_must_be_all_there_and_no_others(tmp_path: Path) -> None:

@@ -53,11 +53,11 @@ def test_reasoning_and_its_tokens(
 
 
 def test_usage_counts_a_prompt_once_and_all_choices() -> None:
-    end = AnswerEnd("stop", cached_tokens=3)
+    end = AnswerEnd("stop", cached_tokens=3, cache="hit")
     answers = [PromptAnswers(5, [answered("ab", end=end), answered("c", end=end)]), PromptAnswers(2, [answered("d")])]
     counted = usage(answers, BYTES)
     assert (counted["prompt_tokens"], counted["completion_tokens"], counted["total_tokens"]) == (7, 4, 11)
-    assert counted["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert counted["prompt_tokens_details"] == {"cached_tokens": 3, "cache": "hit"}
 
 
 def test_timings_are_the_longest_of_all_choices() -> None:

@@ -41,7 +41,7 @@ async def test_an_answer_has_exactly_what_clients_expect() -> None:
             "prompt_tokens": 20,
             "completion_tokens": 5,
             "total_tokens": 25,
-            "prompt_tokens_details": {"cached_tokens": 7},
+            "prompt_tokens_details": {"cached_tokens": 7, "cache": "hit"},
             "completion_tokens_details": {"reasoning_tokens": 0},
         },
         "timings": {

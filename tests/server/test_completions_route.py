@@ -25,7 +25,7 @@ async def test_an_answer_has_exactly_what_clients_expect() -> None:
         "prompt_tokens": 2,
         "completion_tokens": 5,
         "total_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "cache": "no_checkpoint"},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 

@@ -48,6 +48,9 @@ class Qwen4ExpFamily:
             geometry, is_tied, prefix = _hf_geometry(source)
             layout, places = "hf", names.hf_places(geometry, prefix, is_tied)
             ends, others = hf_config.end_ids(source.config or {}), _hf_others(source, geometry, prefix)
+            if not all(0 <= end < geometry.vocab_size for end in ends):
+                expected = f"ids of tokens, 0 to {geometry.vocab_size - 1}"
+                raise ModelError(f"{source.path}: eos_token_id is {list(ends)}, expected {expected}")
         names.check_names(source, places, others)
         _check_tables(source, geometry, _stored_tables(source, geometry))
         extra = geometry.extra() | {"end_ids": list(ends), "tied": is_tied}
@@ -106,6 +109,10 @@ class Qwen4ExpFamily:
             geometry = Geometry.from_values(model)
         except ModelError as error:
             raise BundleError(f"manifest model: {error.message}", error.hint) from error
+        if not all(end < geometry.vocab_size for end in ends):
+            raise BundleError(
+                f"manifest model.end_ids is {ends!r}, expected ids of tokens, 0 to {geometry.vocab_size - 1}"
+            )
         extra = geometry.extra() | {"end_ids": ends, "tied": is_tied}
         origins = {"layout": "bundle", "norm_eps": "manifest"}
         return ModelConfig(FAMILY, geometry.layers, geometry.width, geometry.vocab_size, extra, origins)

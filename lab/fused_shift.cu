@@ -1,14 +1,14 @@
 // Addition, layer norm, token shift and mixes inside the product that reads them, for decode steps of a few rows; to be
-// compiled behind narrow.cu, and with UNIT 1 behind wgmma_narrow.cu too. Every block of the product makes the mixed rows of
-// its own input, so that nothing of them passes through memory; what the step needs once is written by the first block.
+// compiled behind narrow.cu. Every block of the product makes the mixed rows of its own input, so that nothing of them
+// passes through memory; what the step needs once is written by the first block.
 //
 // The sums of a norm are defined by a tree of VIRTUAL warps that no launch changes: a lane adds its quads of columns, one every
 // VIRTUAL * 32 quads, in order; lanes of a warp are added by halves, then the warps. So a block of any number of threads, and
 // blocks of a cluster that share the columns, make the same bits as shift_rows below, which takes any rows of any prompts.
 //
 // WIDTH: columns of a row · WORKERS: threads of a block · CLUSTER: blocks that share the norm of a row, 1, 2, 4 or 8 · for the
-// product also UNIT: 0 m16n8k16, 1 the warpgroup instruction · REAL: rows, at most 4 where ROWS is 8, 1 where it is 1 ·
-// BN, WN, BK, STAGES, PITCH, SWAPS, FENCES as in those files.
+// product also REAL: rows, at most 4 where ROWS is 8, 1 where it is 1; without it shift_rows is compiled · BN, WN, BK, STAGES as
+// in narrow.cu.
 
 #if DT != 0
 constexpr int VIRTUAL = 8;
@@ -148,7 +148,7 @@ __device__ __forceinline__ uint2 mixed_quad(const float (&normed)[4], const floa
   return make_uint2(part[0] | part[1] << 16, part[2] | part[3] << 16);
 }
 
-#ifndef UNIT
+#ifndef REAL
 // As shift_kernel of ops/shift_mix/triton.py, without gates: block (row, mix), or (row, 0) for all mixes where gridDim.y is 1.
 extern "C" __global__ void __launch_bounds__(WORKERS) shift_rows(
     const float* x, const elem* y, float* x_out, const float* norm, const float* mixes, const float* shift, const int* owners,
@@ -200,19 +200,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS) shift_rows(
   }
 }
 #else
-#if UNIT == 0
 #define LEAD (STAGES - 1)
 #define W_BYTES (STAGES * BN * STRIDE * 2)
 #define X_BYTES (REAL * (WIDTH + 8) * 2)
 __device__ __forceinline__ int w_place(int row, int k) { return (row * STRIDE + k) * 2; }
 __device__ __forceinline__ int x_place(int row, int k) { return (row * (WIDTH + 8) + k) * 2; }
-#else
-#define LEAD (STAGES - 2)
-#define W_BYTES (STAGES * W_STAGE)
-#define X_BYTES (WIDTH / 8 * PITCH)
-__device__ __forceinline__ int w_place(int row, int k) { return row / 8 * GROUP_BYTES + row % 8 * 16 + k / 8 * PITCH; }
-__device__ __forceinline__ int x_place(int row, int k) { return k / 8 * PITCH + row * 16 + k % 8 * 2; }
-#endif
 
 // One row a sequence. tiles: blocks that make columns; a grid is whole clusters. lines and out as in narrow.cu; every line's
 // depth is WIDTH, a multiple of BK, and its input a row of mixes.
@@ -329,7 +321,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WORKERS) fused_product(
 #endif
     }
   };
-#if UNIT == 0
   const bool sums_here = warp < BN / WN;
   const unsigned w_lane = w_at + ((warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
   // rows that do not exist repeat others: nobody reads their sums
@@ -359,42 +350,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WORKERS) fused_product(
   for (int n = 0; n < NT; n++)
     #pragma unroll
     for (int e = 0; e < 4; e++) put(lane / 4 + e / 2 * 8, warp * WN + n * 8 + lane % 4 * 2 + e % 2, c[0][n][e]);
-#else
-  auto next_stage = [&] {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEAD - 1) : "memory");
-    if (FENCES) seen_by_units();
-    __syncthreads();
-  };
-  if (WORKERS > 128 && warp >= 4) {  // apart: a branch around sums in flight would make them wait one by one
-    #pragma unroll 1
-    for (int step = 0; step < STEPS; step++) {
-      next_stage();
-      fetch_w(step + LEAD);
-    }
-    return;
-  }
-  float d[NCOLS / 2];
-  #pragma unroll
-  for (int i = 0; i < NCOLS / 2; i++) d[i] = 0.f;
-  #pragma unroll 1
-  for (int step = 0; step < STEPS; step++) {
-    next_stage();
-    const unsigned w_now = w_at + step % STAGES * W_STEP, x_now = x_at + step * (BK / 8) * PITCH;
-    begin_sums();
-    #pragma unroll
-    for (int k = 0; k < BK / 8; k += 2) sum_16(d, descriptor(w_now + k * PITCH), descriptor(x_now + k * PITCH));
-    end_sums();
-    fetch_w(step + LEAD);  // into the stage before the last: every warp of the sums has waited for its own
-    await_sums<1>();
-  }
-  await_sums<0>();
-  if (begin_next == 2) let_next_begin();
-  #pragma unroll
-  for (int i = 0; i < NCOLS / 2; i++) {
-    const int at = warp * 16 + lane / 4 + i / 2 % 2 * 8;
-    if (at < BN) put(i / 4 * 8 + lane % 4 * 2 + i % 2, at, d[i]);
-  }
-#endif
 }
 #endif
 #endif

@@ -38,13 +38,11 @@ from tests.device.runs import Runs
 REQUESTS = (1, 2, 4)
 MOST = 4
 """Rows that the fused kernel takes."""
-PITCH = 144
 SHARED = 227 * 1024
 WIDTHS = {"1.5b": 2048, "0.1b": 768}
 PLACES = {"projections": ("time_norm", "time_mixes", 32), "ffn_key": ("channel_norm", "channel_mixes", 64)}
 """The products behind a shift: their layer's norm and mixes, and most columns a block."""
 EPS = 1e-5
-HERE = Path(__file__)
 
 
 @dataclass(frozen=True)
@@ -56,21 +54,16 @@ class Fused:
     stages: int
     workers: int = 256
     cluster: int = 1
-    unit: int = 0
 
     @property
     def family(self) -> str:
         """What it stands for."""
-        return ("mma" if self.cluster == 1 else "cluster") if self.unit == 0 else "wgmma"
+        return "mma" if self.cluster == 1 else "cluster"
 
     def shared_bytes(self, rows: int, width: int) -> int:
         """Shared memory of a block."""
-        group = self.bk // 8 * PITCH
-        weights = self.stages * (self.bn // 8 * group if self.unit else self.bn * (self.bk + 8) * 2)
-        mixed = width // 8 * PITCH if self.unit else rows * (width + 8) * 2
-        ours = weights + mixed + rows * 2 * 8 * 4 + (rows * 2 * width * 4 if self.cluster > 1 else 0)
-        # a tile of 64 weight rows reads beyond a stage that has fewer
-        return max(ours, ((self.stages - 1) * self.bn // 8 + 8) * group if self.unit else 0)
+        weights, mixed = self.stages * self.bn * (self.bk + 8) * 2, rows * (width + 8) * 2
+        return weights + mixed + rows * 2 * 8 * 4 + (rows * 2 * width * 4 if self.cluster > 1 else 0)
 
     def fits(self, rows: int, width: int, most_columns: int) -> bool:
         """Whether a block can hold it, and the place takes as many columns a block."""
@@ -88,8 +81,6 @@ FORMS = (
     Fused(64, 256, 4), Fused(64, 128, 8), Fused(64, 256, 6),
     Fused(32, 256, 4, 128, 2), Fused(32, 256, 4, 128, 4), Fused(32, 256, 4, 128, 8), Fused(32, 256, 4, 256, 4),
     Fused(16, 256, 4, 128, 8), Fused(64, 256, 4, 256, 2), Fused(64, 256, 4, 256, 4),
-    Fused(16, 256, 6, 128, 1, 1), Fused(32, 128, 8, 128, 1, 1), Fused(32, 256, 4, 128, 1, 1), Fused(32, 256, 4, 256, 1, 1),
-    Fused(64, 128, 8, 128, 1, 1), Fused(64, 128, 8, 256, 1, 1), Fused(32, 128, 8, 128, 4, 1),
 )  # fmt: skip
 PLAIN_WORKERS = (256, 128, 64)
 
@@ -136,18 +127,15 @@ class Shift:
         kernel(grid, form.workers, (*given, *products, *last), overlap=overlap)
 
 
-def text(unit: int = 0) -> str:
+def text() -> str:
     """The CUDA C++ text."""
-    files = (HERE.with_name("wgmma_narrow.cu"), HERE.with_suffix(".cu"))
-    return matmul.source() + "".join(file.read_text(encoding="utf-8") for file in files[0 if unit else 1 :])
+    return matmul.source() + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 
 
 def fused_defines(form: Fused, rows: int, width: int, dtype: torch.dtype) -> tuple[str, ...]:
     """What the source of the fused kernel is compiled with."""
     given = matmul.defines(dtype, Narrow(form.bn, 8, form.bk, form.stages), 1 if rows == 1 else 8, is_wide_out=False)
-    given += (f"WIDTH={width}", f"WORKERS={form.workers}", f"CLUSTER={form.cluster}")
-    given += (f"UNIT={form.unit}", f"REAL={rows}")
-    return (*given, f"PITCH={PITCH}", "SWAPS=0", "FENCES=1") if form.unit else given
+    return (*given, f"WIDTH={width}", f"WORKERS={form.workers}", f"CLUSTER={form.cluster}", f"REAL={rows}")
 
 
 def plain_defines(workers: int, width: int, dtype: torch.dtype) -> tuple[str, ...]:
@@ -160,7 +148,7 @@ def plain_defines(workers: int, width: int, dtype: torch.dtype) -> tuple[str, ..
 def fused_kernel(form: Fused, rows: int, width: int, dtype: torch.dtype) -> CudaKernel:
     """Compiled."""
     given, room = fused_defines(form, rows, width, dtype), form.shared_bytes(rows, width)
-    return CudaKernel(text(form.unit), "fused_product", given, shared_bytes=room, feature="a" if form.unit else "")
+    return CudaKernel(text(), "fused_product", given, shared_bytes=room)
 
 
 @cache
@@ -362,7 +350,7 @@ def winners(report: Report, model: Any, rows: int) -> dict[str, dict[str, Fused]
         taken = medians_us(works)
         found[place] = {
             family: min(forms, key=taken.__getitem__)
-            for family in ("mma", "cluster", "wgmma")
+            for family in ("mma", "cluster")
             if (forms := [form for form in taken if isinstance(form, Fused) and form.family == family])
         }
         best = "  ".join(f"{taken[form]:.2f} {form}" for form in found[place].values())
@@ -453,7 +441,7 @@ def steps(report: Report, shape: str) -> None:
         slots = runs.slots(requests)
         batch = Batch.pack([(slot, runs.ids(1)) for slot in slots])
         variants: dict[str, Mapping[str, Fused] | None] = {"today": None, "plain": {}}
-        for family in ("mma", "cluster", "wgmma"):
+        for family in ("mma", "cluster"):
             forms = {place: by[family] for place, by in found.items() if family in by}
             variants[" + ".join(map(str, forms.values()))] = forms
         variants |= {f"{by['mma']} {place} only": {place: by["mma"]} for place, by in found.items() if "mma" in by}

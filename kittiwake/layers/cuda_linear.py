@@ -243,12 +243,12 @@ class CudaGroup:
         assert isinstance(choice.layout, Config)
         strides = (x.stride(-2), x.stride(0) if x.dim() == 3 else 0, out.stride(0))
         return (
-            *(self.dtype, out.dtype, min(choice.layout.bn, self.align), self._aligned, self._is_even(choice.layout, 1)),
+            *(self.dtype, out.dtype, min(choice.layout.bn, self.align), self._aligned, self._is_even(choice.layout)),
             *((stride == 1, stride % 16 == 0) for stride in strides),
         )
 
-    def _is_even(self, config: Config, parts: int) -> bool:
-        return all(product.depth // parts % config.bk == 0 for product in self.products)
+    def _is_even(self, config: Config) -> bool:
+        return all(product.depth % config.bk == 0 for product in self.products)
 
     def run(self, choice: Choice, x: torch.Tensor, out: torch.Tensor, *, overlap: bool) -> None:
         """The same by a choice."""
@@ -276,16 +276,9 @@ class CudaGroup:
                 activate(out, column, product.columns, product.activation)
 
     def tiled(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        config: Config,
-        *,
-        overlap: bool,
-        parts: int = 1,
-        product: int | None = None,
+        self, x: torch.Tensor, out: torch.Tensor, config: Config, *, overlap: bool, product: int | None = None
     ) -> None:
-        """By the in-order kernel, all products or the one at a place; ``parts`` as in ``rows_kernel``."""
+        """By the in-order kernel, all products or the one at a place."""
         rows = out.shape[0]
         bn = min(config.bn, self.align)
         lines, codes = (self.lines, self._codes) if product is None else self._table_of(product)
@@ -303,11 +296,10 @@ class CudaGroup:
             BM=config.bm,
             BN=bn,
             BK=config.bk,
-            EVEN=self._is_even(config, parts),
+            EVEN=self._is_even(config),
             ALIGN=self._aligned,
             PADDED=DEPTH_PADDING,
             PRECISION="ieee",
-            PARTS=parts,
             EARLY=tiles.BEGIN_NEXT if overlap else 0,
             num_warps=config.warps,
             num_stages=config.stages,

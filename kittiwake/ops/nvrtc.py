@@ -84,15 +84,10 @@ class _Loaded:
 
 
 class CudaKernel:
-    """One function of a compiled source, for whichever CUDA device is current; loaded for the present one at once.
+    """One function of a compiled source, for whichever CUDA device is current; loaded for the present one at once."""
 
-    ``feature`` is "a" for source with instructions that only this one architecture has.
-    """
-
-    def __init__(
-        self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0, feature: str = ""
-    ) -> None:
-        self._source, self._name, self._defines, self._feature = source, name, tuple(defines), feature
+    def __init__(self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0) -> None:
+        self._source, self._name, self._defines = source, name, tuple(defines)
         self._shared_bytes = shared_bytes
         self._driver = _bindings().driver
         self._by_device: dict[int, _Loaded] = {}
@@ -102,7 +97,7 @@ class CudaKernel:
         """The function on the current device, from now on ready."""
         driver = self._driver
         major, minor = torch.cuda.get_device_capability(device)
-        code = _compiled(self._source, self._defines, f"sm_{major}{minor}{self._feature}")
+        code = _compiled(self._source, self._defines, f"sm_{major}{minor}")
         torch.zeros(1, device="cuda")  # makes the context that the module is loaded into, current in this thread
         context = _check(driver.cuCtxGetCurrent())
         module = _check(driver.cuModuleLoadData(code))

@@ -163,9 +163,7 @@ class EmulatedKernel:
     ahead as late and as early as they may be.
     """
 
-    def __init__(
-        self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0, feature: str = ""
-    ) -> None:
+    def __init__(self, source: str, name: str, defines: Sequence[str], *, shared_bytes: int = 0) -> None:
         self._function, self._launch = _built(source, tuple(defines))[name]
         self._shared_bytes = shared_bytes
         code = next(define.partition("=")[2] for define in defines if define.startswith("DT="))

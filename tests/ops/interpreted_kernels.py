@@ -98,24 +98,6 @@ def expected_product(x: np.ndarray, weight: np.ndarray, activation: str = "none"
     return np.maximum(y, 0) ** 2 if activation == "relu2" else y
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("bk", [16, 64])
-def test_parts_of_a_sum_are_added_in_order(parts: int, bk: int) -> None:
-    """``bk`` of 64 is more than a part has, or not a divisor of it."""
-    depth, rows, columns = 96 * parts, 5, 37
-    group, x = made_group(CudaProduct("w", depth, columns)), torch.randn(rows, depth)
-    found = torch.full((rows, columns), torch.nan)
-    group.tiled(x, found, Config(16, 32, bk, 1, 1), overlap=False, parts=parts)
-    total = torch.zeros(rows, columns)
-    for first in range(0, depth, 96):
-        part = CudaGroup([CudaProduct("w", 96, columns)], torch.float32, CPU)
-        part.load("w", group.matrix("w")[:, first : first + 96])
-        alone = torch.empty(rows, columns)
-        part.tiled(x[:, first : first + 96].contiguous(), alone, Config(16, 32, bk, 1, 1), overlap=False)
-        total = total + alone
-    assert same_bits(found.numpy(), total.numpy())
-
-
 @pytest.mark.parametrize(
     ("case", "config"),
     [(case, Config(32, 64, 32, 1, 1)) for case in PRODUCT_CASES]

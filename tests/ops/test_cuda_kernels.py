@@ -60,17 +60,14 @@ def test_products_compile(capability: int, dtype: torch.dtype) -> None:
 
     types = dict.fromkeys("xwy", DTYPES[dtype])
     types |= {"tiles": "*i64", "activations": "*i32"} | dict.fromkeys(("M", "x_stride", "x_group", "y_stride"), "i32")
-    for rows, depth, is_grouped, parts in (
-        (1, 2048, True, 1), (32, 40, True, 1), (1000, 768, False, 1), (8, 2048, False, 2), (32, 320, False, 4),
+    for rows, depth, is_grouped, early in (
+        (1, 2048, True, 0), (32, 40, True, 0), (1000, 768, False, 0), (8, 2048, False, 1), (32, 320, False, 2),
     ):  # fmt: skip
         tile = default_tile(depth, dtype, rows, is_grouped)
         fixed = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "EVEN": depth % tile.bk == 0, "ALIGN": 16, "PADDED": 16}
         overlap = {"launch_pdl": True} if capability >= 90 else {}
-        early = {"EARLY": parts // 2 if overlap else 0}
-        kernel = built(
-            rows_kernel, capability, types, fixed | {"PRECISION": "ieee", "OVERLAP": bool(overlap), "PARTS": parts} | early,
-            num_warps=tile.warps, num_stages=tile.stages, **overlap,
-        )  # fmt: skip
+        fixed |= {"PRECISION": "ieee", "OVERLAP": bool(overlap), "EARLY": early if overlap else 0}
+        kernel = built(rows_kernel, capability, types, fixed, num_warps=tile.warps, num_stages=tile.stages, **overlap)
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= MOST_SHARED
 
@@ -123,16 +120,14 @@ def narrow_layouts() -> list[tuple[int, Narrow]]:
 def test_narrow_products_compile(capability: int) -> None:
     arch = f"sm_{capability}"
     layouts = (
-        (1, Narrow(), False, 1),
-        (8, Narrow(32, 8, 256, 4), True, 1),
-        (16, Narrow(32, 16, 128, 3), False, 1),
-        (64, Narrow(64, 16, 128, 2), True, 1),
-        (1, Narrow(8, 8, 128, 4), False, 4),
-        (32, Narrow(16, 8, 128, 2), True, 2),
+        (1, Narrow(), False),
+        (8, Narrow(32, 8, 256, 4), True),
+        (16, Narrow(32, 16, 128, 3), False),
+        (64, Narrow(64, 16, 128, 2), True),
     )
     for dtype in (torch.float16, torch.bfloat16):
-        for rows, config, is_wide_out, parts in layouts if capability == 90 else layouts[1:2]:
-            given = products.defines(dtype, config, rows, is_wide_out=is_wide_out, parts=parts)
+        for rows, config, is_wide_out in layouts if capability == 90 else layouts[1:2]:
+            given = products.defines(dtype, config, rows, is_wide_out=is_wide_out)
             assert nvrtc.compile_source(products.source(), given, arch)
     given = products.defines(torch.float32, Narrow(), 8, is_wide_out=False)  # the activations alone
     assert nvrtc.compile_source(products.source(), given, arch)

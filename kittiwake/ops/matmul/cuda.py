@@ -32,9 +32,9 @@ class Narrow:
         """Rows of a block, where there are so many in all."""
         return next((most for most in ROW_CLASSES if min(rows, self.rows) <= most), MOST_ROWS)
 
-    def shared_bytes(self, rows: int, parts: int = 1) -> int:
+    def shared_bytes(self, rows: int) -> int:
         """Shared memory of a block for ``rows`` rows."""
-        return self.stages * parts * (self.bn + rows) * (self.bk + 8) * 2
+        return self.stages * (self.bn + rows) * (self.bk + 8) * 2
 
 
 def source() -> str:
@@ -42,9 +42,9 @@ def source() -> str:
     return read_sources("base.cu", "matmul/narrow.cu")
 
 
-def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool, parts: int = 1) -> tuple[str, ...]:
+def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool) -> tuple[str, ...]:
     """What the source is compiled with."""
-    given = (
+    return (
         f"DT={DTYPE_CODES[dtype]}",
         f"BN={config.bn}",
         f"BK={config.bk}",
@@ -53,13 +53,12 @@ def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool,
         f"ROWS={rows}",
         f"OUT32={int(is_wide_out)}",
     )
-    return given if parts == 1 else (*given, f"PARTS={parts}")
 
 
 @lru_cache(maxsize=256)
-def _product(dtype: torch.dtype, config: Narrow, rows: int, is_wide_out: bool, parts: int) -> CudaKernel:
-    given = defines(dtype, config, rows, is_wide_out=is_wide_out, parts=parts)
-    return CudaKernel(source(), "product", given, shared_bytes=config.shared_bytes(rows, parts))
+def _product(dtype: torch.dtype, config: Narrow, rows: int, is_wide_out: bool) -> CudaKernel:
+    given = defines(dtype, config, rows, is_wide_out=is_wide_out)
+    return CudaKernel(source(), "product", given, shared_bytes=config.shared_bytes(rows))
 
 
 @lru_cache(maxsize=4)
@@ -76,19 +75,15 @@ def narrow_product(
     config: Narrow,
     *,
     overlap: bool,
-    parts: int = 1,
 ) -> None:
-    """x [inputs, M, *] or [M, *] → out [M, *]; weights and their table as ``ops/matmul/triton.py`` describes them.
-
-    ``parts`` > 1 defines other sums: K in so many equal parts, each a multiple of 16, in order each and added in order.
-    """
+    """x [inputs, M, *] or [M, *] → out [M, *]; weights and their table as ``ops/matmul/triton.py`` describes them."""
     rows = out.shape[0]
     size = config.size_for(rows)
-    kernel = _product(x.dtype, config, size, out.dtype == torch.float32, parts)
+    kernel = _product(x.dtype, config, size, out.dtype == torch.float32)
     grid = (lines.shape[0] * 32 // config.bn, -(-rows // size), 1)
     group = x.stride(0) if x.dim() == 3 else 0
     given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0), BEGIN_NEXT)
-    kernel(grid, parts * config.bn // config.wn * 32, given, overlap=overlap)
+    kernel(grid, config.bn // config.wn * 32, given, overlap=overlap)
 
 
 def activate(out: torch.Tensor, column: int, columns: int, activation: str) -> None:

@@ -4,8 +4,6 @@
 // A block makes BN output columns of ROWS rows; a warp makes WN of the columns. Weights are staged ahead through shared
 // memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it.
 //
-// PARTS > 1 is another definition of a sum: K in that many equal parts, a warp's chain for each, the parts added in order.
-//
 // DT: 1 float16, 2 bfloat16 · BN, WN: columns of a block, of a warp · BK: K of a stage · STAGES · ROWS: 1, 8, 16, 32 or 64 ·
 // OUT32: outputs are float32.
 
@@ -42,10 +40,7 @@ typedef float out_t;
 typedef elem out_t;
 #endif
 #define STRIDE (BK + 8)  // shared rows of 16 bytes more: no two of a matrix load's rows meet in a bank
-#ifndef PARTS
-#define PARTS 1
-#endif
-#define THREADS (PARTS * BN / WN * 32)
+#define THREADS (BN / WN * 32)
 #define MT (ROWS < 16 ? 1 : ROWS / 16)  // row tiles of a matrix instruction
 #define NT (WN / 8)  // column tiles of a warp
 #define KC (MT * NT > 2 ? 32 : 64)  // K whose operands are held in registers, twice: these in use, the next on their way
@@ -98,46 +93,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     const elem* __restrict__ x, const elem* __restrict__ w, out_t* __restrict__ y, const long long* __restrict__ lines,
     const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
   extern __shared__ __align__(16) elem shared[];
-  const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * PARTS * BN * STRIDE * 2;
+  const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * BN * STRIDE * 2;
   if (begin_next == 1) let_next_begin();
   const int column = blockIdx.x * BN, inner = BN < 32 ? column % 32 : 0;
   const long long* line = lines + column / 32 * 6;
   const int depth = (int)line[3], w_stride = (depth + 15) / 16 * 16;
-  const int part = depth / PARTS, w_part = PARTS == 1 ? w_stride : part;  // K of a part, in x and in w
   const int own_rows = min(rows - (int)blockIdx.y * ROWS, ROWS);
-  const int steps = (part + BK - 1) / BK;
+  const int steps = (depth + BK - 1) / BK;
   // A thread copies 16 bytes of every SKIP-th row, always at the same place of a stage.
   constexpr unsigned PER_ROW = BK / 8, SKIP = THREADS / PER_ROW;
   const unsigned own_row = threadIdx.x / PER_ROW, own_k = threadIdx.x % PER_ROW * 8;
-  // Stages hold the rows of all parts, part by part; row and part of a thread's rows are sums without a carry.
-  const unsigned w_row = PARTS == 1 ? own_row : own_row % BN, x_row = PARTS == 1 ? own_row : own_row % ROWS;
-  const char* w_from = (const char*)(w + line[2] + (size_t)(inner + w_row) * w_stride + own_k);
-  const char* x_from = (const char*)(x + line[0] * x_group + line[1] + (size_t)(blockIdx.y * ROWS + x_row) * x_stride + own_k);
-  if (PARTS > 1) w_from += (size_t)(own_row / BN) * part * 2, x_from += (size_t)(own_row / ROWS) * part * 2;
+  const char* w_from = (const char*)(w + line[2] + (size_t)(inner + own_row) * w_stride + own_k);
+  const char* x_from = (const char*)(x + line[0] * x_group + line[1] + (size_t)(blockIdx.y * ROWS + own_row) * x_stride + own_k);
   const unsigned own_at = (own_row * STRIDE + own_k) * 2;
   const size_t w_skip = (size_t)SKIP * w_stride * 2, x_skip = (size_t)SKIP * x_stride * 2;
-  const long long w_next = (SKIP > BN ? SKIP / BN : 1) * ((long long)part - (long long)BN * w_stride) * 2;
-  const long long x_next = (SKIP > ROWS ? SKIP / ROWS : 1) * ((long long)part - (long long)ROWS * x_stride) * 2;
   auto fetch_w = [&](int step) {
-    const unsigned to = w_at + own_at + step % STAGES * (PARTS * BN * STRIDE * 2);
+    const unsigned to = w_at + own_at + step % STAGES * (BN * STRIDE * 2);
     const char* from = w_from + (size_t)step * (BK * 2);
-    const int bytes = step * BK + (int)own_k < w_part ? 16 : 0, is_wanted = step < steps;
+    const int bytes = step * BK + (int)own_k < w_stride ? 16 : 0, is_wanted = step < steps;
     #pragma unroll
-    for (int i = 0; i < PARTS * BN; i += SKIP, from += w_skip) {
-      if (PARTS > 1 && i && i % BN == 0) from += w_next;
-      copy_ahead(to + i * STRIDE * 2, from, bytes, is_wanted);
-    }
+    for (int i = 0; i < BN; i += SKIP, from += w_skip) copy_ahead(to + i * STRIDE * 2, from, bytes, is_wanted);
   };
   auto fetch_x = [&](int step) {
-    const unsigned to = x_at + own_at + step % STAGES * (PARTS * ROWS * STRIDE * 2);
+    const unsigned to = x_at + own_at + step % STAGES * (ROWS * STRIDE * 2);
     const char* from = x_from + (size_t)step * (BK * 2);
-    const int bytes = min(max((part - step * BK - (int)own_k) * 2, 0), 16), wanted = step < steps ? own_rows - (int)x_row : 0;
+    const int bytes = min(max((depth - step * BK - (int)own_k) * 2, 0), 16), wanted = step < steps ? own_rows - (int)own_row : 0;
     #pragma unroll
-    for (int i = 0; i < PARTS * ROWS; i += SKIP, from += x_skip) {
-      if (PARTS > 1 && i && i % ROWS == 0) from += x_next;
-      const int is_wanted = PARTS == 1 ? i < wanted : i % ROWS < wanted && own_row + i < PARTS * ROWS;
-      copy_ahead(to + i * STRIDE * 2, from, bytes, is_wanted);
-    }
+    for (int i = 0; i < ROWS; i += SKIP, from += x_skip) copy_ahead(to + i * STRIDE * 2, from, bytes, i < wanted);
   };
   #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
@@ -146,9 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   }
   // rows that do not exist are zero in every stage
   for (int s = 0; s < STAGES; s++)
-    for (int row = own_row; row < PARTS * ROWS; row += SKIP)
-      if ((PARTS == 1 ? row : row % ROWS) >= own_rows)
-        *(uint4*)(shared + (STAGES * PARTS * BN + s * PARTS * ROWS + row) * STRIDE + own_k) = make_uint4(0, 0, 0, 0);
+    for (int row = own_row; row < ROWS; row += SKIP)
+      if (row >= own_rows) *(uint4*)(shared + (STAGES * BN + s * ROWS + row) * STRIDE + own_k) = make_uint4(0, 0, 0, 0);
   const int activation = activations[column / 32];
   const int first = (int)line[4] + inner, columns = (int)line[5] - inner;
   wait_for_inputs();
@@ -157,11 +138,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     fetch_x(s);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  const int all_warps = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int own_part = PARTS == 1 ? 0 : all_warps / (BN / WN), warp = PARTS == 1 ? all_warps : all_warps % (BN / WN);
-  const unsigned w_lane = w_at + ((own_part * BN + warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const unsigned w_lane = w_at + ((warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
   // one row stands in all eight of a matrix: nobody stores the sums of the others
-  const unsigned x_lane = x_at + own_part * ROWS * STRIDE * 2 + (ROWS <= 8 ? lane % 8 % ROWS * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
+  const unsigned x_lane = x_at + (ROWS <= 8 ? lane % 8 % ROWS * STRIDE + lane / 8 * 8 : lane % 16 * STRIDE + lane / 16 * 8) * 2;
   float c[MT][NT][4];
   #pragma unroll
   for (int t = 0; t < MT; t++)
@@ -172,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
   static_assert(TURNS % 2 == 0, "operands are held twice");
   Operands now[2];
   auto load = [&](Operands& to, int step, int turn) {
-    to.load(w_lane + step % STAGES * (PARTS * BN * STRIDE * 2), x_lane + step % STAGES * (PARTS * ROWS * STRIDE * 2), turn * KC);
+    to.load(w_lane + step % STAGES * (BN * STRIDE * 2), x_lane + step % STAGES * (ROWS * STRIDE * 2), turn * KC);
   };
   auto wait_for_stage = [&]() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
@@ -193,19 +173,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     }
   }
   if (begin_next == 2) let_next_begin();
-#if PARTS > 1
-  __syncthreads();  // nobody reads a stage any more
-  float* sums = (float*)shared + (warp * MT * NT * 4) * 32 + lane;  // [PARTS - 1, BN / WN, MT * NT * 4, 32]
-  constexpr int PER_PART = BN / WN * MT * NT * 4 * 32;
-  #pragma unroll
-  for (int i = 0; i < MT * NT * 4; i++)
-    if (own_part) sums[(own_part - 1) * PER_PART + i * 32] = c[i / (NT * 4)][i / 4 % NT][i % 4];
-  __syncthreads();
-  if (own_part) return;
-  #pragma unroll
-  for (int i = 0; i < MT * NT * 4; i++)
-    for (int p = 0; p < PARTS - 1; p++) c[i / (NT * 4)][i / 4 % NT][i % 4] += sums[p * PER_PART + i * 32];
-#endif
   #pragma unroll
   for (int t = 0; t < MT; t++) {
     #pragma unroll

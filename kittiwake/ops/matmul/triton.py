@@ -52,18 +52,6 @@ def _activated(x, activation, SATURATES: tl.constexpr):
     return x
 
 
-@triton.jit
-def _dot_at(x_tile, w_tile, at, inside, rows, acc, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """acc and the product over the K in ``at``; where not EVEN, over those ``inside``."""
-    if EVEN:
-        a = tl.load(x_tile + at[None, :], mask=rows, other=0.0)
-        b = tl.load(w_tile + at[:, None])
-    else:
-        a = tl.load(x_tile + at[None, :], mask=rows & inside[None, :], other=0.0)
-        b = tl.load(w_tile + at[:, None], mask=inside[:, None], other=0.0)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
     x,  # [*, M, x_stride] elements, input i of a group x_group elements on
@@ -83,7 +71,6 @@ def rows_kernel(
     PADDED: tl.constexpr,  # depths in w are rounded up to this
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
-    PARTS: tl.constexpr = 1,  # 2 or 4: another definition of a sum, K in equal parts that are added in order
     EARLY: tl.constexpr = 0,  # BEGIN_NEXT
 ):
     tile = tl.program_id(0)
@@ -105,32 +92,15 @@ def rows_kernel(
     x_tile = x + x_first + rm[:, None].to(tl.int64) * x_stride
     rows = rm[:, None] < M
     acc = tl.zeros((BM, BN), tl.float32)
-    if PARTS == 1:
-        for k in range(0, depth, BK):
-            at = k + rk
-            if EVEN:
-                a = tl.load(x_tile + at[None, :], mask=rows, other=0.0)
-                b = tl.load(w_tile + at[:, None])
-            else:
-                a = tl.load(x_tile + at[None, :], mask=rows & (at < depth)[None, :], other=0.0)
-                b = tl.load(w_tile + at[:, None], mask=(at < depth)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    else:
-        part = depth // PARTS
-        acc1 = tl.zeros((BM, BN), tl.float32)
-        acc2 = tl.zeros((BM, BN), tl.float32)
-        acc3 = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, part, BK):
-            at = k + rk
-            inside = at < part
-            acc = _dot_at(x_tile, w_tile, at, inside, rows, acc, EVEN, PRECISION)
-            acc1 = _dot_at(x_tile, w_tile, part + at, inside, rows, acc1, EVEN, PRECISION)
-            if PARTS == 4:
-                acc2 = _dot_at(x_tile, w_tile, 2 * part + at, inside, rows, acc2, EVEN, PRECISION)
-                acc3 = _dot_at(x_tile, w_tile, 3 * part + at, inside, rows, acc3, EVEN, PRECISION)
-        acc += acc1
-        if PARTS == 4:
-            acc = (acc + acc2) + acc3
+    for k in range(0, depth, BK):
+        at = k + rk
+        if EVEN:
+            a = tl.load(x_tile + at[None, :], mask=rows, other=0.0)
+            b = tl.load(w_tile + at[:, None])
+        else:
+            a = tl.load(x_tile + at[None, :], mask=rows & (at < depth)[None, :], other=0.0)
+            b = tl.load(w_tile + at[:, None], mask=(at < depth)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if EARLY == 2:
         gdc_launch_dependents()
     activation = tl.load(activations + tile * BN // 32)

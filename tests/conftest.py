@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The law is tested at up to 7 threads, on machines with fewer cores too.
 os.environ.setdefault("NUMBA_NUM_THREADS", str(max(7, os.cpu_count() or 1)))
 
+IN_PROCESSES_OF_THEIR_OWN = "_in_the_interpreter"
+"""In the names of the longest tests, which share nothing with others of their file: any worker may take one, and first."""
 DEVICE_FOLDER = Path(__file__).parent / "device"
 
 
@@ -23,7 +26,8 @@ def _why_no_device() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what stands in tests/device/ or is marked ``device`` where there is no accelerator, and say so."""
+    """Run the longest first; skip, and say so, what stands in tests/device/ or is marked ``device`` where there is none."""
+    items.sort(key=lambda item: IN_PROCESSES_OF_THEIR_OWN not in item.name)
     needing = [item for item in items if DEVICE_FOLDER in item.path.parents or item.get_closest_marker("device")]
     if not needing:
         return
@@ -32,3 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.device)
         if why_not is not None:
             item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files are what workers take (``--dist loadfile``), but for tests that take longer than most files."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongTestsApart(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if IN_PROCESSES_OF_THEIR_OWN in nodeid else str(super()._split_scope(nodeid))
+
+    return LongTestsApart(config, log)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,25 +13,17 @@ from kittiwake.errors import ModelError
 from kittiwake.families.cuda_model import check_weights
 from kittiwake.families.rwkv7_cuda import Rwkv7Cuda
 from tests.emulator import kernels
+from tests.ops.without_card import in_groups, run_interpreted
 
-ROOT = Path(__file__).parents[2]
 INTERPRETED = Path(__file__).with_name("interpreted_rwkv_cuda.py")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not kernels.IS_AVAILABLE, reason="g++ is not installed: it compiles kernels for the host")
-def test_whole_models_interpreted_and_emulated() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "--timeout=0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+@in_groups("[7] or 32]")  # RWKV-7, and RWKV-6 in heads of 32
+def test_whole_models_in_the_interpreter_and_the_emulator(which: str) -> None:
+    run_interpreted(INTERPRETED, "--timeout=0", "-k", which)
 
 
 def test_rows_of_outputs_are_padded_as_products_load_them() -> None:

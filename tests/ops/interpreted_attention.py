@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton import language as tl
 from triton.runtime import interpreter
 
 from kittiwake.errors import ModelError
@@ -38,30 +36,6 @@ SMALL = AttentionShape(2, 1, 4, 2, 1, 4, ratio=4, budget=8)
 NAMES = ("keys", "values", "blocks", "open_rows")
 FEWER = (*CASES[:3], *CASES[5:7])
 """The interpreter takes milliseconds for a program: cases of few rows, and deep ones below."""
-_patch_language = interpreter._patch_lang
-
-
-@pytest.fixture(autouse=True)
-def _patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter patches Triton's language anew for every call of one function by another: once a launch will do."""
-    patched: set[int] = set()
-
-    def patch(function: Any) -> Any:
-        found = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core} - patched
-        if not found:
-            return SimpleNamespace(restore=lambda: None)
-        scope = _patch_language(function)
-        restore = scope.restore
-        patched.update(found)
-
-        def ended() -> None:
-            restore()
-            patched.difference_update(found)
-
-        scope.restore = ended
-        return scope
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from kittiwake.ops import nvrtc
 from kittiwake.ops.head_kernels import TILINGS
 
 ROOT = Path(__file__).parents[2]
+QUICK = "tests.ops.quick_interpreter"
 CARDS = (80, 90, 100, 120)
 DTYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 HEADS = [(1, torch.float32), (7, torch.float16), (10, torch.bfloat16)]
@@ -38,7 +39,7 @@ needs_nvrtc = pytest.mark.skipif(
 def run_interpreted(tests: Path, *more: str) -> None:
     """Run a file of tests in Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
     # the interpreter computes in numpy, which warns where a card gives infinity
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", *more]
+    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "-p", QUICK, *more]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(tests), *options],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -47,6 +48,18 @@ def run_interpreted(tests: Path, *more: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def in_groups(*expressions: str) -> pytest.MarkDecorator:
+    """A parameter ``which``, for ``-k`` of ``run_interpreted``: every test in the first group that fits, or in the last.
+
+    So a test of the file is in just one group, and a group that holds none fails.
+    """
+    groups, before = [], ""
+    for expression in expressions:
+        groups.append(f"({expression}){before}")
+        before += f" and not ({expression})"
+    return pytest.mark.parametrize("which", [*groups, before.removeprefix(" and ")], ids=[*expressions, "the rest"])
 
 
 def built(kernel: Any, capability: int, types: Mapping[str, str], fixed: Mapping[str, Any], **options: Any) -> Any:

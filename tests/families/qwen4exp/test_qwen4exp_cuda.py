@@ -21,7 +21,7 @@ from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.runner import Runner
 from kittiwake.engine.states import SCRATCH_SLOT, StateTable
 from kittiwake.errors import DeviceError
-from kittiwake.families.cuda_rows import Shape
+from kittiwake.families.cuda_rows import Shape, padded_shape
 from kittiwake.families.qwen4exp.cuda_model import all_workspace_bytes, workspace_bytes
 from kittiwake.families.qwen4exp.cuda_rooms import MOST_ROWS, Rooms, most_rows_for, plan, room_bytes
 from kittiwake.families.qwen4exp.cuda_rows import MetaBuffer, graph_shape, pieces_of
@@ -79,11 +79,20 @@ def test_rows_are_told_their_sequences_and_positions() -> None:
     meta = MetaBuffer(64, CPU)
     meta._device.fill_(-77)
     (piece,) = pieces_of(batch_of(3, 1, 2, want=[[2], [], [0, 1]]), 64)
-    rows = meta.fill(piece, np.array([10, 0, 255]))
+    rows = meta.fill(piece, np.array([10, 0, 255]), padded_shape(piece, 64))
     assert rows.token_ids.tolist() == [100, 101, 102, 103, 104, 105]
     assert rows.owners.tolist() == [0, 0, 0, 1, 2, 2] and rows.positions.tolist() == [10, 11, 12, 0, 255, 256]
     assert rows.starts.tolist() == [0, 3, 4, 6] and rows.slots.tolist() == [3, 5, 7]
     assert rows.seen.tolist() == [10, 0, 255] and rows.want.tolist() == [2, 4, 5]
+
+
+def test_prompts_are_padded_to_counts_at_which_products_are_proved() -> None:
+    meta = MetaBuffer(64, CPU)
+    (piece,) = pieces_of(batch_of(9, 4), 64)
+    rows = meta.fill(piece, np.array([0, 5]), padded_shape(piece, 64))
+    assert rows.shape == Shape(False, 16, 2, 2)
+    assert rows.owners.tolist() == [0] * 9 + [1] * 4 + [-1] * 3 and rows.starts.tolist() == [0, 9, 13]
+    assert rows.positions.tolist() == [*range(9), 5, 6, 7, 8, 0, 0, 0] and rows.want.tolist() == [8, 12]
 
 
 def test_spare_rows_of_a_bucket_belong_to_nobody() -> None:

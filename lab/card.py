@@ -18,7 +18,7 @@ import torch
 
 from kittiwake.bench.machine import machine_line
 from kittiwake.device import usable_cores
-from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks, default_tile
+from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks
 from kittiwake.ops.matmul.cuda import Narrow
 
 Launch = Callable[[], object]
@@ -93,7 +93,7 @@ def untuned(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
     for most in ROW_LIMITS:
         choice = Choice("narrow", Narrow()) if most <= 8 else Choice("library")
         if 8 < most <= 64 or not group.can_run(choice, out_dtype):
-            choice = Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
+            choice = group.in_order(most)
         choices.append(choice)
     return Picks(tuple(choices), "not measured")
 

@@ -34,7 +34,6 @@ from kittiwake.layers.cuda_linear import (
     CudaGroup,
     CudaProduct,
     Picks,
-    default_tile,
     same_bits,
 )
 from kittiwake.ops.matmul import float32
@@ -81,7 +80,7 @@ def layouts(group: CudaGroup, rows: int) -> list[Choice]:
     limit = next(most for most in cuda_probe._PLAIN if rows <= most)
     plains = dict.fromkeys((*cuda_probe._PLAIN[limit], *MORE[rows]))
     choices = [Choice("plain", Plain(*sizes)) for sizes in plains]
-    law = Choice("tile", default_tile(group.depth, group.dtype, rows, len(group.products) > 1))
+    law = group.in_order(rows)
     return [law, *(choice for choice in choices if group.can_run(choice, torch.float32))]
 
 

@@ -99,8 +99,10 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS) decode_many(
   wait_for_inputs();
   if (has_own) {
     const LowInMemory own_low(in, own_n, own_h);
+    Raw raw;
+    raw.load(in, own_n, own_h);
     load_gates(own_low, gate);
-    prepare_head(in, own_low, known, own_n, own_h, made + warp * P_COUNT * DP);
+    prepare_head(in, raw, own_low, known, own_n, own_h, made + warp * P_COUNT * DP);
   }
 #if !BULK
   all_copied();

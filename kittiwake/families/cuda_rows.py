@@ -87,11 +87,9 @@ def cut(batch: Batch, most_rows: int) -> list[Piece]:
     """
     lengths = np.diff(batch.starts)
     if batch.rows == len(batch.slots) == len(batch.want_rows) <= most_rows:
-        rows = np.arange(batch.rows)
-        return [Piece(True, batch.token_ids, batch.starts, batch.slots, rows, rows, rows)]
+        return [whole(batch, is_decode=True)]
     if batch.rows <= most_rows and lengths.min() > 1:
-        rows, places = np.arange(batch.rows), np.arange(len(batch.want_rows))
-        return [Piece(False, batch.token_ids, batch.starts, batch.slots, batch.want_rows, places, rows)]
+        return [whole(batch, is_decode=False)]
     pieces: list[Piece] = []
     place = {int(row): index for index, row in enumerate(batch.want_rows)}
     singles, most_singles = np.flatnonzero(lengths == 1), min(most_rows, DECODE_BUCKETS[-1])
@@ -115,6 +113,12 @@ def cut(batch: Batch, most_rows: int) -> list[Piece]:
     if open_parts:
         pieces.append(_prompt_piece(batch, open_parts, place))
     return pieces
+
+
+def whole(batch: Batch, *, is_decode: bool) -> Piece:
+    """A batch that goes in one launch as it is."""
+    rows, places = np.arange(batch.rows), np.arange(len(batch.want_rows))
+    return Piece(is_decode, batch.token_ids, batch.starts, batch.slots, batch.want_rows, places, rows)
 
 
 def _prompt_piece(batch: Batch, parts: list[tuple[int, int, int]], place: dict[int, int]) -> Piece:

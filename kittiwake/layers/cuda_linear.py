@@ -309,7 +309,7 @@ class CudaGroup:
     def _table_of(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The lines and activations of one product, where kernels may read them as they read those of all."""
         if place not in self._tables:
-            counts = [-(-product.columns // self.align) * self.align // TILE for product in self.products]
+            counts = [self.padded_columns(product) // TILE for product in self.products]
             some = slice(sum(counts[:place]), sum(counts[: place + 1]))
             self._tables[place] = (self.lines[some].clone(), self._codes[some].clone())
         return self._tables[place]

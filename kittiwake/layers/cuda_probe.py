@@ -147,21 +147,18 @@ def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: i
         least = 1
         for most, choice in zip(ROW_LIMITS, picks.choices, strict=True):
             where = f"up to {most} rows" if most < ROW_LIMITS[-1] else "for more rows"
-            can_run = group.can_run(choice, out_dtype)
             if choice.kind == "library":
-                counts = [rows for rows in LIBRARY_ROWS if least <= rows <= min(most, most_rows) and can_run]
-                served = {rows: _agreeing(group, choice, given, expected, rows) for rows in counts}
-                library_rows |= {rows: places for rows, places in served.items() if places}
-                missing = sum(len(group.products) - len(places) for places in served.values())
-                if missing < len(counts) * len(group.products):
-                    replaced += [f"{choice} {where}: {missing} products of {len(counts)} row counts"] if missing else []
-                    counts = []
-                is_kept = not counts and can_run and any(least <= rows <= most for rows in library_rows)
+                counts = [rows for rows in LIBRARY_ROWS if least <= rows <= min(most, most_rows)]
             else:
-                is_kept = can_run and all(
-                    _agrees(group, choice, given, expected, rows) for rows in _PROVED_AT.get(most, _PROVED_ABOVE)
-                )
-            if not is_kept:
+                counts = list(_PROVED_AT.get(most, _PROVED_ABOVE))
+            served: dict[int, frozenset[int]] = {}
+            if group.can_run(choice, out_dtype):
+                served = {rows: _agreeing(group, choice, given, expected, rows) for rows in counts}
+            missing = sum(len(group.products) - len(places) for places in served.values())
+            if choice.kind == "library" and any(served.values()):
+                library_rows |= {rows: places for rows, places in served.items() if places}
+                replaced += [f"{choice} {where}: {missing} products of {len(counts)} row counts"] if missing else []
+            elif missing or not served:
                 replaced.append(f"{choice} {where}")
                 choice = group.in_order(most)
             choices.append(choice)
@@ -202,17 +199,6 @@ def _make_telling(group: CudaGroup, given: torch.Tensor) -> None:
         rows[:, end - half : end] = -rows[:, first : first + half]
 
 
-def _agreeing(
-    group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int
-) -> frozenset[int]:
-    """The places of the products that have these bits by a choice."""
-    out = _outcome(group, choice, given, expected, rows)
-    if out is None:
-        return frozenset()
-    columns = map(group.columns_of, range(len(group.products)))
-    return frozenset(place for place, some in enumerate(columns) if same_bits(out[:, some], expected[:rows, some]))
-
-
 def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> tuple[torch.Tensor, torch.Tensor]:
     """Random rows for a group, and room for its outputs, filled with NaN."""
     inputs = 1 + max(product.input for product in group.products)
@@ -226,25 +212,25 @@ def _trial(group: CudaGroup, out_dtype: torch.dtype, rows: int = _MOST_ROWS) -> 
 
 
 def _agrees(group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int) -> bool:
-    """Whether a choice has these bits."""
-    out = _outcome(group, choice, given, expected, rows)
-    return out is not None and same_bits(out, expected[:rows])
+    """Whether all products have these bits by a choice."""
+    return len(_agreeing(group, choice, given, expected, rows)) == len(group.products)
 
 
-def _outcome(
+def _agreeing(
     group: CudaGroup, choice: Choice, given: torch.Tensor, expected: torch.Tensor, rows: int
-) -> torch.Tensor | None:
-    """What a choice gives, launched as a model does: no kernel is compiled for the proof alone. None where it cannot run."""
+) -> frozenset[int]:
+    """The places of the products that have these bits by a choice, launched as a model does: no kernel is compiled for the
+    proof alone."""
     out = torch.empty_strided((rows, group.columns), expected.stride(), dtype=expected.dtype, device=expected.device)
     out.fill_(torch.nan)
     try:
         group.run(choice, given[..., :rows, :], out, overlap=can_overlap(group.weight.device))
-        torch.cuda.synchronize() if out.is_cuda else None
-        return out
+        columns = [group.columns_of(place) for place in range(len(group.products))]
+        return frozenset(place for place, some in enumerate(columns) if same_bits(out[:, some], expected[:rows, some]))
     except torch.OutOfMemoryError:
         raise
     except CANNOT_RUN:
-        return None
+        return frozenset()
 
 
 # -- tuning

@@ -9,6 +9,22 @@
 #define G (COLS / 4)
 #define CHUNKS (DP / 32)
 
+// The products r, k and v of a row and head, of which a warp makes vectors: lane l has channels l + 32 i. `projected` is the
+// head's part of the row; the three lie `width` apart.
+struct Products {
+  float r[CHUNKS], k[CHUNKS], v[CHUNKS];
+  __device__ __forceinline__ void load(const elem* projected, int width, int i) {
+    const int d = threadIdx.x % 32 + 32 * i;
+    const bool inside = d < D;
+    r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[width + d]) : 0.f;
+    v[i] = inside ? widen(projected[2 * width + d]) : 0.f;
+  }
+  __device__ __forceinline__ void load(const elem* projected, int width) {
+    #pragma unroll
+    for (int i = 0; i < CHUNKS; i++) load(projected, width, i);
+  }
+};
+
 // The sum over the lanes of each of N columns, with fewer exchanges: lane l gets that of column l / (LANES / N).
 template <int N>
 __device__ __forceinline__ float scattered_sum(const float (&y)[N]) {

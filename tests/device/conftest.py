@@ -73,7 +73,7 @@ def _untuned() -> Iterator[None]:
     from kittiwake.engine import states
     from kittiwake.families.qwen4exp import cuda_model
     from kittiwake.layers import cuda_probe
-    from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks, default_tile
+    from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks
     from kittiwake.ops.matmul.cuda import Narrow
 
     def pick(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
@@ -82,7 +82,7 @@ def _untuned() -> Iterator[None]:
         for most in ROW_LIMITS:
             choice = Choice("narrow", Narrow()) if most <= 8 else Choice("library")
             if 8 < most <= 64 or not group.can_run(choice, out_dtype):
-                choice = Choice("tile", default_tile(group.depth, group.dtype, most, len(group.products) > 1))
+                choice = group.in_order(most)
             choices.append(choice)
         return Picks(tuple(choices), "not measured")
 

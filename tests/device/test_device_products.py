@@ -21,7 +21,6 @@ if torch.cuda.is_available():
         CudaGroup,
         CudaProduct,
         Picks,
-        default_tile,
         exact_products,
     )
     from kittiwake.ops.matmul.cuda import Narrow
@@ -62,11 +61,6 @@ def made_group(name: str, dtype: torch.dtype) -> CudaGroup:
     return group
 
 
-def in_order(group: CudaGroup, rows: int = MOST) -> Choice:
-    """The in-order kernel, which is the definition of a row's bits."""
-    return Choice("tile", default_tile(group.depth, group.dtype, rows, len(group.products) > 1))
-
-
 def layouts(rows: int) -> Sequence[Narrow]:
     """Layouts of the narrow kernel for so many rows: few, for each is compiled."""
     if rows == 1:
@@ -78,7 +72,7 @@ def choices(group: CudaGroup, rows: int) -> list[Choice]:
     """What is compared at a row count."""
     found = [Choice("narrow", layout) for layout in layouts(rows)]
     found += [
-        in_order(group, rows),
+        group.in_order(rows),
         Choice("tile", Config(128, 32, 64, 4, 4)),
         Choice("tile", Config(16, 16, 32, 1, 3)),
     ]
@@ -91,7 +85,7 @@ def test_rows_have_the_same_bits_in_every_implementation(name: str, dtype: torch
     group, law = made_group(name, dtype), f"narrow = tile = library, {str(dtype).removeprefix('torch.')}"
     with exact_products():
         given, expected = cuda_probe._trial(group, dtype, MOST)
-        group.run(in_order(group), given, expected, overlap=False)
+        group.run(group.in_order(MOST), given, expected, overlap=False)
         assert torch.isfinite(expected).all()
         failed = []
         for rows in ROWS:
@@ -119,7 +113,7 @@ def test_the_library_serves_the_wide_batches_of_real_shapes(name: str, dtype: to
     group = made_group(name, dtype)
     with exact_products():
         given, expected = cuda_probe._trial(group, dtype, MOST)
-        group.run(in_order(group), given, expected, overlap=False)
+        group.run(group.in_order(MOST), given, expected, overlap=False)
         assert all(cuda_probe._agrees(group, Choice("library"), given, expected, rows) for rows in (65, 129, 257, 600))
 
 
@@ -172,7 +166,7 @@ def test_activations_agree_on_all_65536_values(dtype: torch.dtype, activation: s
     with exact_products():
         for choice in (
             Choice("narrow", Narrow(32, 8, 128, 3)),
-            in_order(group),
+            group.in_order(MOST),
             Choice("library"),
         ):
             out = torch.full((65536, 32), 7, dtype=dtype, device="cuda")

@@ -18,6 +18,7 @@ from kittiwake.families.cuda_rows import (
     cut,
     parts_length,
     split_parts,
+    whole,
 )
 
 _TURNS = 4
@@ -42,9 +43,7 @@ def pieces_of(batch: Batch, most_rows: int) -> list[Piece]:
     """The launches of a batch: one where it fits, so that the weights are read once, else as :func:`cut` cuts it."""
     if batch.rows > most_rows:
         return cut(batch, most_rows)
-    rows, places = np.arange(batch.rows), np.arange(len(batch.want_rows))
-    is_decode = batch.rows == len(batch.slots)
-    return [Piece(is_decode, batch.token_ids, batch.starts, batch.slots, batch.want_rows, places, rows)]
+    return [whole(batch, is_decode=batch.rows == len(batch.slots))]
 
 
 def graph_shape(piece: Piece, most_rows: int) -> Shape | None:

@@ -101,18 +101,15 @@ class Qwen4ExpFamily:
         """The config of a bundle's manifest; strict about keys, kinds and rules of structure."""
         check_manifest_keys(model, FAMILY, (*Geometry.__dataclass_fields__, "end_ids", "tied"))
         ends, is_tied = model["end_ids"], model["tied"]
-        if not isinstance(ends, list) or not all(type(one) is int and one >= 0 for one in ends):
-            raise BundleError(f"manifest model.end_ids is {ends!r}, expected a list of token ids")
         if not isinstance(is_tied, bool):
             raise BundleError(f"manifest model.tied is {is_tied!r}, expected true or false")
         try:
             geometry = Geometry.from_values(model)
         except ModelError as error:
             raise BundleError(f"manifest model: {error.message}", error.hint) from error
-        if not all(end < geometry.vocab_size for end in ends):
-            raise BundleError(
-                f"manifest model.end_ids is {ends!r}, expected ids of tokens, 0 to {geometry.vocab_size - 1}"
-            )
+        vocab = geometry.vocab_size
+        if not isinstance(ends, list) or not all(type(one) is int and 0 <= one < vocab for one in ends):
+            raise BundleError(f"manifest model.end_ids is {ends!r}, expected a list of ids of tokens, 0 to {vocab - 1}")
         extra = geometry.extra() | {"end_ids": ends, "tied": is_tied}
         origins = {"layout": "bundle", "norm_eps": "manifest"}
         return ModelConfig(FAMILY, geometry.layers, geometry.width, geometry.vocab_size, extra, origins)

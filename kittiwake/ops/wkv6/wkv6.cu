@@ -20,9 +20,6 @@ enum { V_DECAY, V_BONUS, V_NORM_WEIGHT, V_NORM_BIAS };  // rows of a layer's vec
 
 __device__ __forceinline__ float decay_of(float exponent) { return expf(-expf(exponent)); }
 
-// What the products of a row give, and what a layer knows. Columns of `projected`: r, k, v and, with a gate, g.
-struct Inputs { const elem* projected; const float* vectors; int projected_stride, width; };
-
 // What a layer knows of a head's channels: lane l of a warp has channels l + 32 i.
 struct Known {
   float decay[CHUNKS], bonus[CHUNKS], weight[CHUNKS], bias[CHUNKS];
@@ -48,24 +45,9 @@ struct LowInBlock {
   __device__ __forceinline__ float operator()(int d) const { return at[d]; }
 };
 
-// The products of row n and head h that a warp turns into vectors.
-struct Raw {
-  float r[CHUNKS], k[CHUNKS], v[CHUNKS];
-  __device__ __forceinline__ void load(const Inputs& in, int n, int h) {
-    const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
-    #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-      const int d = threadIdx.x % 32 + 32 * i;
-      const bool inside = d < D;
-      r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[in.width + d]) : 0.f;
-      v[i] = inside ? widen(projected[2 * in.width + d]) : 0.f;
-    }
-  }
-};
-
-// A warp makes the vectors of a row and head in `out` [P_COUNT, DP].
+// A warp makes the vectors of a row and head in `out` [P_COUNT, DP]. Columns of `projected`: r, k, v and, with a gate, g.
 template <class Low>
-__device__ __forceinline__ void prepare_head(const Raw& raw, const Low& low, const Known& known, float* out) {
+__device__ __forceinline__ void prepare_head(const Products& raw, const Low& low, const Known& known, float* out) {
   float w[CHUNKS];
   #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {  // all loads before the first use
@@ -177,9 +159,9 @@ __device__ __forceinline__ void advance(float (&s)[N][COLS], const Vectors<N>& m
 // are the first warp's.
 template <class Low>
 __device__ __forceinline__ void decode_head(
-    const Inputs& in, const Raw& raw, const float (&gate)[CHUNKS], const Low& low, const Known& known,
-    const float4 (&constant)[G], float (&s)[4][COLS], float* state, int n, int h, elem* out, float eps, int begin_next,
-    float* made, float* y_all) {
+    const Products& raw, const float (&gate)[CHUNKS], const Low& low, const Known& known, const float4 (&constant)[G],
+    float (&s)[4][COLS], float* state, int n, int h, int width, elem* out, float eps, int begin_next, float* made,
+    float* y_all) {
   const int column = threadIdx.x / LANES * 4;
   if (threadIdx.x < 32) prepare_head(raw, low, known, made);
   __syncthreads();
@@ -192,7 +174,7 @@ __device__ __forceinline__ void decode_head(
   move_state<4, true>(s, state, column);
   __syncthreads();
   if (begin_next == 2) let_next_begin();
-  if (threadIdx.x < 32) finish_head(known, gate, made, y_all, out + (size_t)n * in.width + h * D, eps);
+  if (threadIdx.x < 32) finish_head(known, gate, made, y_all, out + (size_t)n * width + h * D, eps);
 }
 
 // Decoding: block (head, sequence), one row a sequence; 2 * DP threads of 4 columns each. low [B, C] where BY_TOKEN.
@@ -202,7 +184,6 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
   __shared__ __align__(16) float made[P_COUNT * DP];
   __shared__ float y_all[DP];
   const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x;
-  const Inputs in = {projected, vectors, projected_stride, width};
   float* mine = state + ((size_t)slots[n] * heads + h) * D * D;
   float s[4][COLS];
   float4 constant[G];
@@ -212,14 +193,15 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
   if (!BY_TOKEN) load_decays(vectors, width, h, constant);
   if (threadIdx.x < 32) known.load(vectors, width, h);
   wait_for_inputs();
-  Raw raw;
+  Products raw;
   float gate[CHUNKS];
   if (threadIdx.x < 32) {
-    raw.load(in, n, h);
-    load_gates(in.projected + (size_t)n * in.projected_stride + h * D, in.width, gate);
+    const elem* own = projected + (size_t)n * projected_stride + h * D;
+    raw.load(own, width);
+    load_gates(own, width, gate);
   }
   const LowInMemory lows = {low + (size_t)n * low_stride + h * D};
-  decode_head(in, raw, gate, lows, known, constant, s, mine, n, h, out, eps, begin_next, made, y_all);
+  decode_head(raw, gate, lows, known, constant, s, mine, n, h, width, out, eps, begin_next, made, y_all);
 }
 
 #if BY_TOKEN && DT != 0 && D % 32 == 0
@@ -234,7 +216,6 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
   __shared__ float y_all[DP], low[DP];
   const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int stride = (depth + 15) / 16 * 16, pieces = stride / 8;
-  const Inputs in = {projected, vectors, projected_stride, width};
   float* mine = state + ((size_t)slots[n] * heads + h) * D * D;
   float s[4][COLS];
   float4 constant[G];
@@ -247,11 +228,12 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
   wait_for_inputs();
-  Raw raw;
+  Products raw;
   float gate[CHUNKS];
   if (threadIdx.x < 32) {
-    raw.load(in, n, h);
-    load_gates(in.projected + (size_t)n * in.projected_stride + h * D, in.width, gate);
+    const elem* own = projected + (size_t)n * projected_stride + h * D;
+    raw.load(own, width);
+    load_gates(own, width, gate);
   }
   elem* x = weights + D * (stride + 8) + warp * stride;  // a copy for each warp
   fetch_inputs(x, projected + (size_t)n * projected_stride + low_column, depth);
@@ -267,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     }
   }
   __syncthreads();
-  decode_head(in, raw, gate, LowInBlock{low}, known, constant, s, mine, n, h, out, eps, begin_next, made, y_all);
+  decode_head(raw, gate, LowInBlock{low}, known, constant, s, mine, n, h, width, out, eps, begin_next, made, y_all);
 }
 #endif
 
@@ -279,11 +261,10 @@ extern "C" __global__ void __launch_bounds__(256) prepare(
   const int index = blockIdx.x * 8 + threadIdx.x / 32;
   if (index >= rows * heads) return;
   const int n = index / heads, h = index % heads;
-  const Inputs in = {projected, vectors, projected_stride, width};
   Known known;
   known.load(vectors, width, h);
-  Raw raw;
-  raw.load(in, n, h);
+  Products raw;
+  raw.load(projected + (size_t)n * projected_stride + h * D, width);
   const LowInMemory lows = {low + (size_t)n * low_stride + h * D};
   prepare_head(raw, lows, known, made + ((size_t)h * rows + n) * P_COUNT * DP);
 }

@@ -61,19 +61,17 @@ __device__ __forceinline__ void load_gates(const Low& low, float (&gate)[CHUNKS]
   }
 }
 
-// The products of row n and head h that a warp turns into vectors: lane l has channels l + 32 i.
-struct Raw {
-  float r[CHUNKS], k[CHUNKS], v[CHUNKS], earlier[CHUNKS];
+// The products of a row and head, and the first layer's value, of which this one's takes a share.
+struct Raw : Products {
+  float earlier[CHUNKS];
   __device__ __forceinline__ void load(const Inputs& in, int n, int h) {
     const elem* projected = in.projected + (size_t)n * in.projected_stride + h * D;
     const elem* first = in.v_first + (size_t)n * in.width + h * D;
     #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
       const int d = threadIdx.x % 32 + 32 * i;
-      const bool inside = d < D;
-      r[i] = inside ? widen(projected[d]) : 0.f; k[i] = inside ? widen(projected[in.width + d]) : 0.f;
-      v[i] = inside ? widen(projected[2 * in.width + d]) : 0.f;
-      earlier[i] = inside && !in.first_layer ? widen(first[d]) : 0.f;
+      Products::load(projected, in.width, i);
+      earlier[i] = d < D && !in.first_layer ? widen(first[d]) : 0.f;
     }
   }
 };

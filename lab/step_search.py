@@ -1,6 +1,6 @@
 """Which layouts of products make whole decode steps fast, rather than each product alone?
 
-    python lab/step_search.py [--parts 1.5b-1,1.5b-8,1.5b-32,0.1b-1,rwkv6-1.6b-1] [--json FILE]
+    python lab/step_search.py [--parts 1.5b-1,1.5b-8,1.5b-32,0.1b-1,rwkv6-1.6b-1,…] [--json FILE]
 
 Kernels that are fast alone can leave the one behind them no room to begin early, and the other way round. For a shape and a
 number of requests every place of a layer is tried in turn with every layout in the step itself, and keeps the fastest; bits
@@ -36,7 +36,7 @@ from kittiwake.ops.matmul.triton import Config
 from kittiwake.ops.shift_mix import triton as shifts
 from tests.device.runs import Runs
 
-CASES = ("1.5b-1", "1.5b-8", "1.5b-32", "0.1b-1", "rwkv6-1.6b-1")
+CASES = ("1.5b-1", "1.5b-8", "1.5b-32", "0.1b-1", "rwkv6-1.6b-1", "rwkv6-1.6b-8", "rwkv6-1.6b-32")
 MOST_SHARED = 200 * 1024
 NARROW = [
     Narrow(bn, wn, bk, stages)
@@ -45,10 +45,16 @@ NARROW = [
     for stages in depths
     if bn // wn * 32 >= bk // 8
 ]
+SHARING = [
+    Narrow(8, 8, 256, 9, rows=8), Narrow(8, 8, 256, 5, rows=16), Narrow(16, 8, 256, 6, rows=16), Narrow(16, 8, 256, 4),
+    Narrow(32, 8, 256, 3), Narrow(32, 8, 256, 4, rows=16), Narrow(64, 8, 128, 4),
+]  # fmt: skip
+"""For more than 8 rows, of which a block need not take all."""
 TILES = {
     8: [(16, 16, 256, 2, 4), (16, 32, 128, 2, 6), (16, 16, 128, 2, 6), (16, 32, 256, 4, 3), (16, 16, 256, 1, 4)],
     32: [(32, 16, 256, 2, 4), (32, 32, 128, 2, 6), (32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 64, 64, 4, 5),
-         (32, 16, 128, 2, 6), (32, 16, 256, 4, 3), (32, 32, 256, 4, 3), (32, 16, 256, 1, 4), (32, 32, 64, 2, 8)],
+         (32, 16, 128, 2, 6), (32, 16, 256, 4, 3), (32, 32, 256, 4, 3), (32, 16, 256, 1, 4), (32, 32, 64, 2, 8),
+         (16, 32, 128, 4, 4)],
 }  # fmt: skip
 PLACES = {
     "7": ("projections", "low_rank", "output", "ffn_key", "ffn_value", "head"),
@@ -117,7 +123,8 @@ class Step:
 def candidates(group: CudaGroup, out_dtype: torch.dtype, rows: int) -> list[Choice]:
     """What can serve a place."""
     size = 1 if rows == 1 else 8
-    found = [Choice("narrow", one) for one in NARROW if rows <= 8 and one.shared_bytes(size) <= MOST_SHARED]
+    narrow = [one for one in NARROW if one.shared_bytes(size) <= MOST_SHARED] if rows <= 8 else SHARING
+    found = [Choice("narrow", one) for one in narrow]
     found = [one for one in found if out_dtype == group.dtype or cast(Narrow, one.layout).bn >= 32]  # the head is wide
     found += [Choice("tile", Config(*one)) for one in TILES.get(rows, ())]
     found += [Choice("library")] if rows in group.picks.library_rows else []

@@ -215,7 +215,7 @@ def prompt(report: Report, best: dict[tuple[str, int], Choice]) -> None:
             logits = torch.cat([model.forward_on_device(batch, states).clone() for _ in range(3)])
             wanted = logits if wanted is None else wanted
             report.check(f"{name}: the same bits", same_bits(logits, wanted))
-            ((graph, _),) = states.graphs.values()
+            ((graph, *_),) = states.graphs.values()
             graphs.append(graph)
             works[name] = graph.replay, 1
             if (begin, shift) == (2, True):

@@ -111,7 +111,7 @@ class Shift:
         kernel = plain_kernel(workers, width, self.mixed.dtype)
         given = (self.x, y, self.x_out, self.norm, self.mixes, self.state, self.owners, self.starts, self.slots)
         more = (self.mixed, self.last, count, self.mixed.stride(0))
-        last = (int(self.y is not None), self.eps, matmul.BEGIN_NEXT)
+        last = (int(self.y is not None), self.eps, 1)
         kernel((rows, count if is_split else 1, 1), workers, (*given, *more, *last), overlap=overlap)
 
     def fused(self, form: Fused, group: CudaGroup, out: torch.Tensor, *, overlap: bool = True) -> None:
@@ -122,7 +122,7 @@ class Shift:
         given = (self.x, y, self.x_out, self.norm, self.mixes, self.state, self.slots, self.last)
         products = (group.weight, out, group.lines, group._codes, tiles, out.stride(0))
         grid = (-(-tiles // form.cluster) * form.cluster, 1, 1)
-        last = (int(self.y is not None), self.eps, matmul.BEGIN_NEXT)
+        last = (int(self.y is not None), self.eps, 1)
         kernel = fused_kernel(form, rows, width, out.dtype)
         kernel(grid, form.workers, (*given, *products, *last), overlap=overlap)
 

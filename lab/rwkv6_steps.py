@@ -59,7 +59,7 @@ class Steps:
         self.wanted = logits if self.wanted is None else self.wanted
         if not self.report.check(f"{self.name}, {name}: the bits of the first", torch.equal(logits, self.wanted)):
             return None
-        (graph, _), *_ = self.states.graphs.values()
+        (graph, *_), *_ = self.states.graphs.values()
         replay: Launch = graph.replay
         return replay
 

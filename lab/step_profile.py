@@ -287,7 +287,7 @@ def begin(report: Report, runs: Runs) -> None:
             found = torch.cat(logits)
             wanted = found if wanted is None else wanted
             report.check(f"{sequences}x{tokens}, {name}: the bits of today", torch.equal(found, wanted))
-            (graph, _), *others = states.graphs.values()
+            (graph, *_), *others = states.graphs.values()
             assert not others
             kept.append(graph)
             works[name] = (graph.replay, 1)

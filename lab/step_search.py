@@ -5,7 +5,7 @@
 Kernels that are fast alone can leave the one behind them no room to begin early, and the other way round. For a shape and a
 number of requests every place of a layer is tried in turn with every layout in the step itself, and keeps the fastest; bits
 are compared with those of the picks that were there. fp16. ``picks`` of the document are what was better, by shape and limit.
-Behind it the step with other answers to when a kind of kernel lets the next begin.
+So it is tried when each kind of kernel lets the next one begin, before each pass and at the end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, exact_pr
 from kittiwake.layers.cuda_probe import _document, _trial
 from kittiwake.ops import head_kernels
 from kittiwake.ops.head_kernels import LOW_ROWS
-from kittiwake.ops.matmul import cuda as narrows
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.triton import Config
-from kittiwake.ops.shift_mix import triton as shifts
 from tests.device.runs import Runs
 
 CASES = ("1.5b-1", "1.5b-8", "1.5b-32", "0.1b-1", "rwkv6-1.6b-1", "rwkv6-1.6b-8", "rwkv6-1.6b-32")
@@ -60,10 +58,10 @@ PLACES = {
     "7": ("projections", "low_rank", "output", "ffn_key", "ffn_value", "head"),
     "6": ("mix_down", "projections", "output", "ffn_inputs", "ffn_value", "head"),
 }
-BEGINS: tuple[tuple[Any, str, Any], ...] = (
-    (narrows, "BEGIN_NEXT", 0), (narrows, "BEGIN_NEXT", 2), (head_kernels, "BEGIN_NEXT", 0), (head_kernels, "BEGIN_NEXT", 1),
-    (shifts, "EARLY_ROWS", 0),
-)  # fmt: skip
+LOW_MOMENTS = (0, 1, 2, 3)
+"""When time mixes that make low-rank products themselves let the next kernel begin, see ``LOW_BEGIN_NEXT``."""
+MOMENTS = (0, 1, 2, 3)
+"""And when narrow products may, see :class:`Narrow`."""
 
 
 class Step:
@@ -117,14 +115,14 @@ class Step:
             end.record()
             end.synchronize()
             taken.append(begin.elapsed_time(end) * 1e3)
-        return statistics.median(taken)
+        return float(statistics.median(taken))
 
 
 def candidates(group: CudaGroup, out_dtype: torch.dtype, rows: int) -> list[Choice]:
-    """What can serve a place."""
-    size = 1 if rows == 1 else 8
+    """What can serve a place; narrow products let the next kernel begin when the one that serves it does."""
+    size, kept = 1 if rows == 1 else 8, group.picks.choice(rows).layout
     narrow = [one for one in NARROW if one.shared_bytes(size) <= MOST_SHARED] if rows <= 8 else SHARING
-    found = [Choice("narrow", one) for one in narrow]
+    found = [Choice("narrow", replace(one, begin_next=getattr(kept, "begin_next", 1))) for one in narrow]
     found = [one for one in found if out_dtype == group.dtype or cast(Narrow, one.layout).bn >= 32]  # the head is wide
     found += [Choice("tile", Config(*one)) for one in TILES.get(rows, ())]
     found += [Choice("library")] if rows in group.picks.library_rows else []
@@ -165,11 +163,13 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
     changed: dict[str, Choice] = {}
     fastest: dict[str, list[Choice]] = {}
     for turn in range(passes):
+        best = min(best, moments(report, f"{name}, pass {turn + 1}", step, changed, wanted))
         for place in step.places:
             group = step.groups(place)[-1]
             kept = group.picks.choice(rows)
             tried: dict[Choice, float] = {}
-            for choice in fastest.get(place) or candidates(group, out_dtype_of(place), rows):
+            known = [_begun(choice, kept) for choice in fastest.get(place, ())]
+            for choice in known or candidates(group, out_dtype_of(place), rows):
                 step.put(place, choice)
                 with suppress(RuntimeError):
                     if torch.equal(step.logits(), wanted):
@@ -190,6 +190,7 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
             report.say(f"{name}, pass {turn + 1}, {place}: {kept}, {here:.0f} µs")
             shown = {str(choice): round(us, 1) for choice, us in sorted(tried.items(), key=lambda item: item[1])}
             report.put("tried", f"{name}, pass {turn + 1}, {place}", shown)
+    moments(report, f"{name}, last", step, changed, wanted)
     report.check(f"{name}: the bits of the picks that were there", torch.equal(step.logits(), wanted))
     last = step.time_us(100)
     report.say(f"{name}: {first:.0f} to {last:.0f} µs, {rows / last * 1e6:.0f} tokens/s")
@@ -199,24 +200,56 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
         for group in step.groups(place):
             picks[group.key] = _document(choice)
     report.put("picks", f"{name}, up to {step.limit} rows", picks)
-    begins(report, step, name, wanted)
     step.states.graphs.clear()
     step.states.pool = None
     runs.free(step.slots)
 
 
-def begins(report: Report, step: Step, name: str, wanted: torch.Tensor) -> None:
-    """The step with other answers to when a kind of kernel lets the next begin."""
-    found = {}
-    for module, variable, value in BEGINS:
-        kept = getattr(module, variable)
-        setattr(module, variable, value)
-        kind = f"{module.__name__.split('.')[2]} {variable} {value}"
-        report.check(f"{name}, {kind}: the same bits", torch.equal(step.logits(), wanted))
-        found[kind] = round(step.time_us(60), 1)
-        setattr(module, variable, kept)
-    report.say(f"{name}: " + "  ".join(f"{kind} {us:.0f}" for kind, us in found.items()))
-    report.put("begins", name, found)
+def _begun(choice: Choice, like: Choice) -> Choice:
+    """A choice that lets the next kernel begin when another does, where both are narrow products."""
+    if choice.kind != "narrow" or like.kind != "narrow":
+        return choice
+    return replace(choice, layout=replace(cast(Any, choice.layout), begin_next=cast(Narrow, like.layout).begin_next))
+
+
+def moments(report: Report, name: str, step: Step, changed: dict[str, Choice], wanted: torch.Tensor) -> float:
+    """Every kind of kernel in turn lets the next begin when that is fastest. The step's median µs."""
+    step.logits()
+    best = step.time_us(60)
+
+    def tried(set_to: Callable[[int], None], values: Sequence[int], kept: int, kind: str) -> int:
+        nonlocal best
+        found = {}
+        for value in values:
+            set_to(value)
+            report.check(f"{name}, {kind} {value}: the same bits", torch.equal(step.logits(), wanted))
+            found[value] = round(step.time_us(40), 1)
+        chosen = min(found, key=found.__getitem__)
+        if found[chosen] > found[kept] * 0.998:
+            chosen = kept
+        set_to(chosen)
+        step.logits()
+        best = step.time_us(60)
+        report.say(f"{name}, {kind}: {found}, {chosen}: {best:.0f} µs")
+        report.put("moments", f"{name}, {kind}", found)
+        return chosen
+
+    if step.rows <= LOW_ROWS and LOW_MOMENTS:
+        set_low = partial(setattr, head_kernels, "LOW_BEGIN_NEXT")
+        tried(set_low, LOW_MOMENTS, head_kernels.LOW_BEGIN_NEXT, "time mix")
+    for place in step.places:
+        choice = step.groups(place)[-1].picks.choice(step.rows)
+        if choice.kind != "narrow" or place == "head":
+            continue
+        layout = cast(Narrow, choice.layout)
+
+        def put(value: int, place: str = place, choice: Choice = choice, layout: Narrow = layout) -> None:
+            step.put(place, replace(choice, layout=replace(layout, begin_next=value)))
+
+        chosen = tried(put, MOMENTS, layout.begin_next, place)
+        if chosen != layout.begin_next:
+            changed[place] = replace(choice, layout=replace(layout, begin_next=chosen))
+    return best
 
 
 @cache

@@ -275,7 +275,7 @@ def triton_scan(made, state, y, N, H: tl.constexpr, ROWS: tl.constexpr):
     at = state + h * 4096 + keys[None, :] * 64 + rows[:, None]
     s = tl.load(at)
     token = made + h.to(tl.int64) * N * 384
-    for n in range(N):
+    for n in tl.range(N, num_stages=3):
         w = tl.load(token + keys)
         k = tl.load(token + 64 + keys)
         a = tl.load(token + 128 + keys)

@@ -68,7 +68,7 @@ def mixed_products(M: int, N: int, K: int, bm: int, bn: int, bk: int, stages: in
                 for i, j in T.Parallel(bm, bk):
                     xs[i, j] = T.cast(T.ieee_add(normed[i, j], T.ieee_mul(gaps[i, j], share[j])), "float16")
                 T.gemm(xs, ws, acc, transpose_B=True)
-            T.copy(acc, y[by * bm, which, bx * bn])
+            T.copy(acc, y[by * bm : (by + 1) * bm, which, bx * bn : (bx + 1) * bn])
 
     return main
 

@@ -198,6 +198,9 @@ class CudaModel(ABC):
     def forward_on_device(self, batch: Batch, states: StateTable) -> torch.Tensor:
         """The same, enqueued: float32 logits [W, vocab] on the device, which the next call may overwrite."""
         with self._lock:
+            found = self._decoded(batch, states)
+            if found is not None:
+                return found[0][: batch.rows]
             pieces = cut(batch, self.most_rows)
             if any(len(piece.want) > MOST_WANTED for piece in pieces):  # more than there is room for at once
                 return torch.from_numpy(self.forward(batch, states)).to(self.place)
@@ -218,16 +221,28 @@ class CudaModel(ABC):
     @on_its_card
     def forward_to_draw(self, batch: Batch, states: CudaStateTable) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
-        size = bucket(batch.rows, DECODE_BUCKETS) if batch.rows == len(batch.slots) == len(batch.want_rows) else None
-        if size is None:
-            return self.forward_on_device(batch, states), None
         with self._lock:
-            states.positions[batch.slots] += 1
-            shape = Shape(True, size, size, size)
-            graph, logits = self._graph(shape, states)
-            self._buffer().fill_decoding(batch, shape)
-            graph.replay()
-            return logits, self._buffer().views(shape).slots
+            found = self._decoded(batch, states)
+        return (self.forward_on_device(batch, states), None) if found is None else found
+
+    def _decoded(self, batch: Batch, states: StateTable) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A batch of one row a sequence, all wanted, enqueued by its graph: logits and slots, padded to a bucket.
+
+        None: the batch is another one.
+        """
+        if not (self._is_on_card and batch.rows == len(batch.slots) == len(batch.want_rows)):
+            return None
+        size = bucket(batch.rows, DECODE_BUCKETS)
+        if size is None:
+            return None
+        shape = Shape(True, size, size, size)
+        graph, logits, rows = self._graph(shape, states)
+        buffer = self._buffer()
+        buffer.fill_decoding(batch, shape)
+        graph.replay()
+        buffer.mark()
+        states.positions[batch.slots] += 1
+        return logits, rows.slots
 
     def _run(self, piece: Piece, states: StateTable) -> torch.Tensor:
         """One launch, by a graph where its shape has one. Logits [≥ W, vocab], wanted rows first and in order."""
@@ -236,7 +251,7 @@ class CudaModel(ABC):
             x, y = self._eager(piece, shape, states, None)
             logits = self._logits(x, y, self._buffer().views(shape))
         else:
-            graph, logits = self._graph(shape, states)
+            graph, logits, _ = self._graph(shape, states)
             self._buffer().fill(piece, shape)
             graph.replay()
         if piece.is_decode and len(piece.want) != len(piece.token_ids) and len(piece.want):
@@ -288,15 +303,15 @@ class CudaModel(ABC):
 
     # -- graphs
 
-    def _graph(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor]:
-        """The captured launch of a shape on these states, captured now where it is the first."""
+    def _graph(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor, Rows]:
+        """The captured launch of a shape on these states, its logits and rows; captured now where it is the first."""
         assert isinstance(states, CudaStateTable)
         if shape not in states.graphs:
             states.graphs[shape] = self._capture(shape, states)
-        found: tuple[Any, torch.Tensor] = states.graphs[shape]
+        found: tuple[Any, torch.Tensor, Rows] = states.graphs[shape]
         return found
 
-    def _capture(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor]:
+    def _capture(self, shape: Shape, states: StateTable) -> tuple[Any, torch.Tensor, Rows]:
         buffer = self._buffer()
         buffer.fill(nobody(shape), shape)
         rows = buffer.views(shape)
@@ -310,7 +325,7 @@ class CudaModel(ABC):
         assert isinstance(states, CudaStateTable)
         if states.pool is None:
             states.pool = torch.cuda.graph_pool_handle()
-        return captured(launch, states.pool), logits
+        return captured(launch, states.pool), logits, rows
 
     @on_its_card
     def capture_decoding(self, states: StateTable) -> None:

@@ -204,8 +204,12 @@ class SentRows:
 
     def send(self, rows: int) -> None:
         """Copy the first rows of what :meth:`next` gave."""
-        tensor, event = self._ring[self._turn]
-        self._device[:rows].copy_(tensor[:rows], non_blocking=True)
+        self._device[:rows].copy_(self._ring[self._turn][0][:rows], non_blocking=True)
+        self.mark()
+
+    def mark(self) -> None:
+        """What :meth:`next` gave is free again when all that has been enqueued so far has run."""
+        event = self._ring[self._turn][1]
         if event is not None:
             event.record()
 
@@ -216,6 +220,10 @@ class RowBuffer(SentRows):
     def __init__(self, most_rows: int, device: torch.device) -> None:
         most = max(most_rows, DECODE_BUCKETS[-1])
         super().__init__((parts_length(_sizes(Shape(False, most, most, most))),), torch.int32, device, _RING)
+        self._decoding: dict[tuple[int, Shape], tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]] = {}
+        """By turn and shape: where ids and slots are written, and the two ends of the copy."""
+        self._holds: list[Shape | None] = [None] * _RING
+        """The shape of decoding whose other parts a turn's memory holds."""
 
     def views(self, shape: Shape) -> Rows:
         """Where a launch of this shape reads."""
@@ -224,6 +232,7 @@ class RowBuffer(SentRows):
     def fill(self, piece: Piece, shape: Shape) -> None:
         """Send a piece, padded to ``shape``: spare rows belong to nobody, spare sequences are empty, in the scratch slot."""
         array = self.next().numpy()
+        self._holds[self._turn] = None
         rows, sequences, wanted = len(piece.token_ids), len(piece.slots), len(piece.want)
         length = parts_length(_sizes(shape))
         array[:length] = 0
@@ -244,15 +253,26 @@ class RowBuffer(SentRows):
         self.send(length)
 
     def fill_decoding(self, batch: Batch, shape: Shape) -> None:
-        """The same for a batch of one row a sequence, all wanted: the commonest by far."""
-        array = self.next().numpy()
+        """The same for a batch of one row a sequence, all wanted: the commonest by far, of which only two parts change.
+
+        The caller enqueues what reads it, which must not wait, and calls :meth:`mark`.
+        """
+        tensor = self.next()
+        key = (self._turn, shape)
+        if key not in self._decoding:
+            length, parts = parts_length(_sizes(shape)), split_parts(tensor.numpy(), _sizes(shape))
+            self._decoding[key] = (parts[0], parts[3], self.sent(length), tensor[:length])
+        ids, slots, sent, given = self._decoding[key]
         rows, size = batch.rows, shape.rows
-        ids, owners, starts, slots, want = split_parts(array, _sizes(shape))
-        ids[:rows], ids[rows:] = batch.token_ids, 0
-        slots[:rows], slots[rows:] = batch.slots, SCRATCH_SLOT
-        starts[:] = _COUNTING[: size + 1]
-        owners[:] = want[:] = _COUNTING[:size]
-        self.send(parts_length(_sizes(shape)))
+        if self._holds[self._turn] != shape:
+            _, owners, starts, _, want = split_parts(tensor.numpy(), _sizes(shape))
+            starts[:] = _COUNTING[: size + 1]
+            owners[:] = want[:] = _COUNTING[:size]
+            self._holds[self._turn] = shape
+        ids[:rows], slots[:rows] = batch.token_ids, batch.slots
+        if rows < size:
+            ids[rows:], slots[rows:] = 0, SCRATCH_SLOT
+        sent.copy_(given, non_blocking=True)
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:

@@ -28,7 +28,8 @@ class MatrixCudaLayer(GatedCudaLayer):
         self, index: int, model: CudaModel, ffn: int, channel_mixes: tuple[str, str], change: Change | None = None
     ) -> None:
         super().__init__(index, model, ffn, channel_mixes, change)
-        self.output = self.group(CudaProduct(f"{self.prefix}time_mix.output.weight", model.width, model.width))
+        product = CudaProduct(f"{self.prefix}time_mix.output.weight", model.width, model.width)
+        self.output = self.group(product, behind="wkv6")
         self.head_vectors = model.vector(4, model.width)
         names = ("decay_bias", "bonus", "group_norm.weight", "group_norm.bias")
         for name, row in zip(names, self.head_vectors, strict=True):

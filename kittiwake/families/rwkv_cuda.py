@@ -57,9 +57,9 @@ class GatedCudaLayer:
         )
         self.ffn_value = self.group(CudaProduct(f"{self.prefix}channel_mix.value.weight", ffn, width))
 
-    def group(self, *products: CudaProduct) -> CudaGroup:
-        """A group of products, which from now on is one of this layer's."""
-        self.groups.append(CudaGroup(products, self._model.element, self._model.place))
+    def group(self, *products: CudaProduct, behind: str = "") -> CudaGroup:
+        """A group of products, which from now on is one of this layer's; ``behind`` as in :class:`CudaGroup`."""
+        self.groups.append(CudaGroup(products, self._model.element, self._model.place, behind=behind))
         return self.groups[-1]
 
     def vectors(self, width: int, *names: str, change: Change | None = None) -> torch.Tensor:

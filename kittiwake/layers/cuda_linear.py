@@ -127,8 +127,12 @@ def padded_depth(depth: int) -> int:
 class CudaGroup:
     """Products that are launched together; weights of all in one flat tensor, each [columns, depth] with padding."""
 
-    def __init__(self, products: Sequence[CudaProduct], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, products: Sequence[CudaProduct], dtype: torch.dtype, device: torch.device, *, behind: str = ""
+    ) -> None:
+        """``behind``: the op in front of the products, where what runs them fastest is not what does behind another."""
         self.products = tuple(products)
+        self._behind = behind
         self.dtype = dtype
         align = TILE if len(products) > 1 else 2 * TILE
         self.align = align
@@ -173,9 +177,14 @@ class CudaGroup:
         return -(-product.columns // self.align) * self.align
 
     @property
-    def key(self) -> str:
-        """What a pick depends on: the shape of the group."""
+    def shape(self) -> str:
+        """Columns, depth and, where there are several, how many products: what a pick depends on first of all."""
         return f"{self.columns}x{self.depth}" + (f"/{len(self.products)}" if len(self.products) > 1 else "")
+
+    @property
+    def key(self) -> str:
+        """All that a pick depends on."""
+        return f"{self.shape} behind {self._behind}" if self._behind else self.shape
 
     @property
     def nbytes(self) -> int:

@@ -112,8 +112,9 @@ def pick_products(
     with exact_products():
         for done, (key, same) in enumerate(by_key.items()):
             out_dtype = out_dtypes.get(key, element)
-            if key in known:
-                picks = Picks(known[key], "measured on this kind of card")
+            choices = known_choices(same[0], known)
+            if choices is not None:
+                picks = Picks(choices, "measured on this kind of card")
             else:
                 tell("measuring products", done, len(by_key))
                 picks = _tune(same, out_dtype)
@@ -328,6 +329,11 @@ def _time_us(groups: Sequence[CudaGroup], choice: Choice, given: torch.Tensor, o
 
 
 # -- what is known
+
+
+def known_choices(group: CudaGroup, known: Mapping[str, tuple[Choice, ...]]) -> tuple[Choice, ...] | None:
+    """What serves a group, else what serves its shape behind another op; None: it has not been measured."""
+    return known.get(group.key, known.get(group.shape))
 
 
 def _document(choice: Choice) -> list[Any]:

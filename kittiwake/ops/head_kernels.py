@@ -15,8 +15,13 @@ from kittiwake.ops.nvrtc import DTYPE_CODES, CudaKernel, padded_head, read_sourc
 
 LOW_ROWS = 4
 """Sequences up to which decoding makes the low-rank products itself, where an op says nothing else."""
+MOST_HELD = 512
+"""Depth of all low-rank products of a head together up to which their weights wait in registers: 4 of a thread for 16 of it."""
 BEGIN_NEXT = 2
 """When decoding lets the next kernel begin: 0 when it has ended, 1 at once, 2 when the states are written."""
+LOW_BEGIN_NEXT = 3
+"""The same where it makes low-rank products itself; 3: when its inputs are there, so that what the next one fetches is on its
+way while it computes, and none of that is in front of what it waits for."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,26 @@ def choose_tiling(tilings: Tilings, states: int) -> Tiling:
     return next((tiling for most, tiling in tilings if states <= most), tilings[-1][1])
 
 
+def padded_depths(depths: Sequence[int]) -> tuple[int, ...]:
+    """Depths of low-rank products as the matrix units walk them."""
+    return tuple(-(-depth // 16) * 16 for depth in depths)
+
+
+def holds_low(depths: Sequence[int]) -> bool:
+    """Whether a thread's registers have room for its share of the weights of low-rank products of these depths."""
+    return sum(padded_depths(depths)) <= MOST_HELD
+
+
 def low_bytes(head_size: int, depths: Sequence[int]) -> int:
-    """Shared memory for a head's weights of low-rank products of these depths, and for their inputs, once for every warp."""
-    padded, warps = [-(-depth // 16) * 16 for depth in depths], 2 * padded_head(head_size) // 32
-    return sum(head_size * (depth + 8) + warps * depth for depth in padded) * 2
+    """Shared memory for the inputs of a head's low-rank products of these depths, and for weights that are not held."""
+    padded = padded_depths(depths)
+    weights = 0 if holds_low(depths) else sum(head_size * (depth + 8) for depth in padded)
+    return (sum(padded) + weights) * 2
+
+
+def low_defines(depths: Sequence[int]) -> tuple[str, ...]:
+    """What a kernel that makes low-rank products of these depths is compiled with."""
+    return "LOW_DEPTHS=" + ",".join(map(str, padded_depths(depths))), f"LOW_HELD={int(holds_low(depths))}"
 
 
 def can_take_low(
@@ -105,7 +126,7 @@ class HeadKernels:
         self._vectors, self._tilings = vectors, tilings
         self._source, self._defines = head_source(op), (*head_defines(head_size, dtype, tilings[0][1]), *own)
         self._decode, self._prepare, self._finish = (self._kernel(name) for name in ("decode", "prepare", "finish"))
-        self._low: dict[int, CudaKernel] = {}
+        self._low: dict[tuple[int, ...], CudaKernel] = {}
         self._scans = {
             tiling: CudaKernel(
                 self._source,
@@ -120,21 +141,22 @@ class HeadKernels:
         """Float32 values a row that prompts need in ``made``."""
         return heads * self._vectors * self.padded
 
-    def _kernel(self, name: str, shared_bytes: int = 0) -> CudaKernel:
-        return CudaKernel(self._source, name, self._defines, shared_bytes=shared_bytes)
+    def _kernel(self, name: str, shared_bytes: int = 0, more: tuple[str, ...] = ()) -> CudaKernel:
+        return CudaKernel(self._source, name, (*self._defines, *more), shared_bytes=shared_bytes)
 
     def _launch_decode(
         self, out: torch.Tensor, given: Sequence[Any], overlap: bool, depths: Sequence[int] = ()
     ) -> None:
         """A block a head and row; with ``depths`` the kernel that makes the low-rank products of these depths itself."""
-        kernel = self._decode
+        kernel, begin_next = self._decode, BEGIN_NEXT
         if depths:
-            needed = low_bytes(self.head_size, depths)
-            if needed not in self._low:
-                self._low[needed] = self._kernel("decode_low", needed)
-            kernel = self._low[needed]
+            begin_next = LOW_BEGIN_NEXT
+            padded = padded_depths(depths)
+            if padded not in self._low:
+                self._low[padded] = self._kernel("decode_low", low_bytes(self.head_size, padded), low_defines(padded))
+            kernel = self._low[padded]
         rows, width = out.shape
-        kernel((width // self.head_size, rows, 1), 2 * self.padded, (*given, BEGIN_NEXT), overlap=overlap)
+        kernel((width // self.head_size, rows, 1), 2 * self.padded, (*given, begin_next), overlap=overlap)
 
     def _launch_rows(self, kernel: CudaKernel, out: torch.Tensor, given: Sequence[Any], overlap: bool) -> None:
         """A warp a head and row."""

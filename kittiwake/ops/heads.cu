@@ -2,7 +2,7 @@
 // channels 4 * (8 g + l) + e; sums over them end with the lanes 4, 2, 1 apart. Stands between base.cu and the kernels.
 //
 // D: channels of a head · DP: D rounded up to 32. Of a scan: R: columns a thread holds · ROWS: those of a block · STEPS, STAGES:
-// tokens staged together, and how often.
+// tokens staged together, and how often · LOW_DEPTHS, LOW_HELD: see LowProducts.
 
 #define LANES 8
 #define COLS (DP / LANES)
@@ -143,33 +143,123 @@ __device__ __forceinline__ void walk(const Ring<TOKEN>& ring, int count, int col
   }
 }
 
-#if DT != 0
-// What decoding needs to make a low-rank product itself: its weights in shared memory, a row for each of a head's D outputs, of
-// its depth rounded up to 16, and 8 more; each sum walks K as ops/matmul/narrow.cu does.
+#if DT != 0 && D % 32 == 0 && defined(LOW_DEPTHS)
+// Low-rank products of a head that decoding makes itself, 16 outputs of each a warp; each sum walks K as ops/matmul/narrow.cu
+// does.
+//
+// LOW_DEPTHS: the depth of each, rounded up to 16, 0 for one that there is not · LOW_HELD: their weights wait in registers, where
+// they keep no other kernel's blocks from a multiprocessor; else in shared memory, in rows of 8 more.
 
-// Begins to copy the weights of D outputs, in rows of `stride`, `pieces` times 8, to rows of 8 more.
-__device__ __forceinline__ void fetch_weights(elem* weights, const elem* from, int stride, int pieces) {
-  for (int p = threadIdx.x; p < D * pieces; p += 2 * DP) {
-    const int row = p / pieces, k = p % pieces * 8;
-    const unsigned to = (unsigned)__cvta_generic_to_shared(weights + row * (stride + 8) + k);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + (size_t)row * stride + k) : "memory");
-  }
+__device__ constexpr int low_depth(int q) {
+  constexpr int depths[] = {LOW_DEPTHS};
+  return depths[q];
+}
+__device__ constexpr int low_inputs(int count) {  // of the products in front of the one that is asked for
+  int sum = 0;
+  for (int q = 0; q < count; q++) sum += low_depth(q);
+  return sum;
 }
 
-// A warp copies `depth` inputs of a row, a multiple of 8, for itself, and zeros up to the next multiple of 16.
+// Calls act with Place<0>, Place<1>, … Place<N - 1>: what follows from their numbers is known to the compiler.
+template <int Q>
+struct Place {
+  static constexpr int q = Q, depth = low_depth(Q), inputs = low_inputs(Q);
+};
+template <int N, class Do>
+__device__ __forceinline__ void each_place(Do&& act) {
+  if constexpr (N > 1) each_place<N - 1>(act);
+  act(Place<N - 1>{});
+}
+
+// A warp copies `depth` inputs of a row, a multiple of 8, and zeros up to the next multiple of 16.
 __device__ __forceinline__ void fetch_inputs(elem* x, const elem* from, int depth) {
   for (int k = threadIdx.x % 32 * 8; k < (depth + 15) / 16 * 16; k += 32 * 8)
     *(uint4*)(x + k) = k < depth ? *(const uint4*)(from + k) : make_uint4(0, 0, 0, 0);
-  __syncwarp();
 }
 // A lane's share of the inputs, of which only lanes 0 to 3 hold any: the one row of sixteen that there is.
 __device__ __forceinline__ unsigned low_input(const elem* x) { return threadIdx.x % 32 < 4 ? *(const unsigned*)x : 0; }
 
-// Adds 16 products to each of 8 outputs, of which lanes 0 to 3 get two each, c[0] and c[1]. a0, a2: a lane's share of one row of
-// inputs, of which lanes 0 to 3 hold 2 (lane % 4) and the one after, and 8 further on; w: the lane's weights of output lane / 4.
-__device__ __forceinline__ void add_low(float (&c)[4], unsigned a0, unsigned a2, const elem* w) {
-  add_products(c, a0, 0, a2, 0, *(const unsigned*)w, *(const unsigned*)(w + 8));
-}
+// N products. `room`: shared memory for the inputs, one behind the other, and behind them for the weights where they are not held.
+template <int N>
+struct LowProducts {
+  static constexpr int WARPS = 2 * DP / 32, TILES = D / 8 / WARPS, DEPTH = low_inputs(N);
+  elem* room;
+  unsigned w[LOW_HELD ? DEPTH / 16 : 1][TILES][2];  // lane l has 2 of K, and the 2 that are 8 further on, of output l / 4 of a tile
+
+  // Begins to bring the weights of a product: D outputs, in rows of its depth rounded up.
+  template <class Which>
+  __device__ __forceinline__ void fetch_weights(Which, const elem* from) {
+    constexpr int depth = Which::depth;
+#if LOW_HELD
+    const int lane = threadIdx.x % 32;
+    from += (threadIdx.x / 32 * 8 + lane / 4) * depth + lane % 4 * 2;
+    #pragma unroll
+    for (int step = 0; step < depth / 16; step++) {
+      #pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        unsigned (&to)[2] = w[Which::inputs / 16 + step][t];
+        const elem* here = from + t * WARPS * 8 * depth + step * 16;
+        to[0] = *(const unsigned*)here, to[1] = *(const unsigned*)(here + 8);
+      }
+    }
+#else
+    for (int p = threadIdx.x; p < D * (depth / 8); p += 2 * DP) {
+      const int row = p / (depth / 8), k = p % (depth / 8) * 8;
+      const unsigned to = (unsigned)__cvta_generic_to_shared(weights(Which{}) + row * (depth + 8) + k);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + (size_t)row * depth + k) : "memory");
+    }
+#endif
+  }
+  template <class Which>
+  __device__ __forceinline__ elem* weights(Which) const { return room + DEPTH + D * (Which::inputs + 8 * Which::q); }
+  template <class Which>
+  __device__ __forceinline__ elem* inputs(Which) const { return room + Which::inputs; }
+  // What this thread has begun to copy is there; a barrier behind it says so of all threads.
+  __device__ __forceinline__ void await_weights() const {
+#if !LOW_HELD
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+  }
+
+  // low [N, DP], rounded, is written.
+  __device__ __forceinline__ void multiply(float* low) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float c[N][TILES][4];
+    #pragma unroll
+    for (int q = 0; q < N; q++)
+      #pragma unroll
+      for (int t = 0; t < TILES; t++) c[q][t][0] = c[q][t][1] = c[q][t][2] = c[q][t][3] = 0.f;
+    #pragma unroll
+    for (int step = 0; step < DEPTH / 16; step++) {
+      each_place<N>([&](auto which) {
+        typedef decltype(which) Which;
+        if (step >= Which::depth / 16) return;
+        const elem* x = inputs(which) + step * 16 + lane % 4 * 2;
+        const unsigned a0 = low_input(x), a2 = low_input(x + 8);
+        #pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#if LOW_HELD
+          const unsigned (&b)[2] = w[Which::inputs / 16 + step < DEPTH / 16 ? Which::inputs / 16 + step : 0][t];
+#else
+          const elem* from = weights(which) + ((t * WARPS + warp) * 8 + lane / 4) * (Which::depth + 8) + step * 16 + lane % 4 * 2;
+          const unsigned b[2] = {*(const unsigned*)from, *(const unsigned*)(from + 8)};
+#endif
+          add_products(c[Which::q][t], a0, 0, a2, 0, b[0], b[1]);
+        }
+      });
+    }
+    if (lane >= 4) return;
+    #pragma unroll
+    for (int q = 0; q < N; q++) {
+      #pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        float* to = low + q * DP + (t * WARPS + warp) * 8 + lane * 2;
+        to[0] = widen(round_only(c[q][t][0])), to[1] = widen(round_only(c[q][t][1]));
+      }
+    }
+  }
+};
 #endif
 
 // Centres a warp's values of a head, zero beyond D; their group norm is what this returns times them.

@@ -22,8 +22,9 @@ import torch
 from kittiwake.device import cache_dir
 from kittiwake.errors import DeviceError
 
-_FLAGS = ("--std=c++17", "--fmad=false")
-"""Contraction is off: a fused multiply-add stands where the source says ``fmaf``, so fused kernels round as unfused ones."""
+_FLAGS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space")
+"""Contraction is off: a fused multiply-add stands where the source says ``fmaf``, so fused kernels round as unfused ones.
+Functions without a word of where they run, such as lambdas, are the card's."""
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """What sources know a type of activations by: DT."""

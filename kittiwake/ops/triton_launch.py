@@ -14,7 +14,7 @@ def launch_options(overlap: bool, **more: Any) -> dict[str, Any]:
 
 def warps_for(block: int) -> int:
     """Warps of a program that sums over ``block`` values."""
-    return min(max(block // 512, 1), 8)
+    return min(max(block // 256, 1), 8)
 
 
 def row_options(width: int, overlap: bool) -> dict[str, Any]:

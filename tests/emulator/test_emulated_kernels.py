@@ -26,6 +26,8 @@ from kittiwake.ops.wkv6.cases import TimeMixCase as Case6
 from kittiwake.ops.wkv6.cuda import Kind, Wkv6
 from kittiwake.ops.wkv6.reference import HeadParams
 from kittiwake.ops.wkv6.reference import time_mix as time_mix6
+from kittiwake.ops.wkv7 import cuda as wkv7
+from kittiwake.ops.wkv7.cuda import Wkv7
 from tests.emulator import kernels
 from tests.emulator.kernels import EmulatedKernel
 from tests.oracles.measure import relative_error
@@ -43,6 +45,7 @@ State = tuple[torch.Tensor, ...]
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (wkv4, head_kernels, narrow, float32):
         monkeypatch.setattr(module, "CudaKernel", EmulatedKernel)
+    monkeypatch.setattr(wkv7, "shared_memory_limit", lambda: 227 * 1024)
     for found in (narrow._product, float32._product):
         found.cache_clear()
 
@@ -137,6 +140,13 @@ def group(dtype: torch.dtype, *given: CudaProduct) -> CudaGroup:
     return made
 
 
+@pytest.fixture(params=[head_kernels.MOST_HELD, 0], ids=["weights held", "weights in shared memory"])
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both places for the weights of low-rank products."""
+    monkeypatch.setattr(head_kernels, "MOST_HELD", request.param)
+
+
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_step_that_makes_its_low_rank_product_has_the_bits_of_two_launches(dtype: torch.dtype) -> None:
     size, heads, depth, rng = 32, 2, 40, np.random.default_rng(1)
@@ -153,6 +163,33 @@ def test_a_step_that_makes_its_low_rank_product_has_the_bits_of_two_launches(dty
     given = (projected, up.weight, 4 * width, depth, vectors, states[1])
     kernel.decode_low(*given, slots, other, eps=EPS, overlap=True)
     assert bits(out) == bits(other) and bits(states[0]) == bits(states[1]) and bool(torch.isfinite(out).all())
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize(("dtype", "depths"), [(torch.float16, (24, 16, 72, 8)), (torch.bfloat16, (24, 16, 72))])
+def test_a_step_that_makes_its_low_rank_products_has_the_bits_of_two_launches(
+    dtype: torch.dtype, depths: tuple[int, ...]
+) -> None:
+    """RWKV-7: four products, three in the first layer."""
+    size, heads, rng = 64, 2, np.random.default_rng(1)
+    width, kernel, columns = size * heads, Wkv7(size, dtype, TILINGS[:1]), np.cumsum([0, *depths])
+    projected = torch.from_numpy(rng.standard_normal((3, 3 * width + sum(depths)), np.float32)).to(dtype)
+    ups = [CudaProduct(f"up {i}", d, width, 0, 3 * width + int(columns[i])) for i, d in enumerate(depths)]
+    up = group(dtype, *ups)
+    vectors = torch.from_numpy(rng.standard_normal((8, width), np.float32))
+    states = [torch.from_numpy(rng.standard_normal((5, heads, size, size), np.float32))]
+    states.append(states[0].clone())
+    firsts = [torch.from_numpy(rng.standard_normal((3, width), np.float32)).to(dtype)]
+    firsts.append(firsts[0].clone())
+    slots = torch.tensor([3, 1, 4], dtype=torch.int32)
+    low = torch.full((3, len(depths) * width), torch.nan, dtype=dtype)
+    out, other = (torch.full((3, width), torch.nan, dtype=dtype) for _ in range(2))
+    up.run(Choice("narrow", Narrow()), projected, low, overlap=True)
+    settings = {"first_layer": len(depths) == 3, "eps": EPS, "overlap": True}
+    kernel.decode(projected, low, firsts[0], vectors, states[0], slots, out, **settings)
+    kernel.decode_low(projected, up.weight, up.lines, depths, firsts[1], vectors, states[1], slots, other, **settings)
+    for one, two in ((out, other), states, firsts):
+        assert bits(one) == bits(two) and bool(torch.isfinite(one).all())
 
 
 PRODUCTS = (

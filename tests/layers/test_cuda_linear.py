@@ -20,6 +20,7 @@ from kittiwake.layers.cuda_linear import (
     default_tile,
     exact_products,
 )
+from kittiwake.layers.cuda_probe import known_choices
 from kittiwake.ops.matmul.cuda import Narrow
 from kittiwake.ops.matmul.triton import TILE, Config
 
@@ -126,8 +127,18 @@ def test_picks_are_told_shape_by_shape() -> None:
     told = made.describe()
     assert told["shape"] == "64x16" and told["reason"] == "measured on this card; bits proved"
     assert told["replaced"] == ["library up to 8 rows"]
-    assert told["up_to_rows"]["1"] == "narrow 16x8x256x3x64" and told["up_to_rows"]["more"] == "library"
+    assert told["up_to_rows"]["1"] == "narrow 16x8x256x3x64x1" and told["up_to_rows"]["more"] == "library"
     assert list(told["up_to_rows"]) == [*map(str, ROW_LIMITS[:-1]), "more"]
+
+
+def test_a_pick_may_depend_on_the_op_in_front() -> None:
+    product = CudaProduct("a", 16, 64)
+    plain, behind = group(product), CudaGroup([product], torch.float16, torch.device("cpu"), behind="wkv6")
+    assert (plain.key, behind.key, behind.shape) == ("64x16", "64x16 behind wkv6", "64x16")
+    one, other = plain.picks.choices, (Choice("library"), *plain.picks.choices[1:])
+    assert known_choices(plain, {"64x16": one}) == known_choices(behind, {"64x16": one}) == one
+    assert known_choices(behind, {"64x16": one, "64x16 behind wkv6": other}) == other
+    assert known_choices(plain, {"64x16 behind wkv6": other}) is None
 
 
 def test_tiles_of_a_depth_below_them_do_not_read_past_it() -> None:

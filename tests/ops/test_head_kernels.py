@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kittiwake.ops.head_kernels import LOW_ROWS, TILINGS, Tiling, can_take_low, choose_tiling, head_defines, low_bytes
+from kittiwake.ops.head_kernels import (
+    LOW_ROWS,
+    TILINGS,
+    Tiling,
+    can_take_low,
+    choose_tiling,
+    head_defines,
+    low_bytes,
+    low_defines,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +48,13 @@ def test_decoding_makes_the_low_rank_products_itself_where_it_can() -> None:
     assert not can_take_low(64, torch.float32, ranks, 1, most)  # there is no such product in float32
     assert not can_take_low(48, torch.float16, ranks, 1, most)
     assert not can_take_low(64, torch.float16, (64, 64, 128, 12), 1, most)  # not whole groups of 16 bytes
+    assert low_bytes(64, ranks) == 288 * 2  # the inputs; weights are held in registers
+    ranks = (128, 128, 480, 96)
     needed = low_bytes(64, ranks)
-    assert needed == (64 * (288 + 4 * 8) + 4 * 288) * 2  # weights in rows of 8 more, inputs for each of four warps
+    assert needed == (64 * (832 + 4 * 8) + 832) * 2  # and weights in rows of 8 more
     assert can_take_low(64, torch.float16, ranks, 1, needed) and not can_take_low(
         64, torch.float16, ranks, 1, needed - 1
     )
+    assert low_defines((24, 16, 72, 0)) == ("LOW_DEPTHS=32,16,80,0", "LOW_HELD=1")
+    assert low_defines((256, 256, 8)) == ("LOW_DEPTHS=256,256,16", "LOW_HELD=0")
     assert low_bytes(64, (8,)) == low_bytes(64, (16,))  # rounded up to the 16 that a step of the matrix units takes

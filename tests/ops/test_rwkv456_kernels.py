@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the extra 'cuda')
 from kittiwake.layers.cuda_probe import _PLAIN
 from kittiwake.ops import nvrtc
 from kittiwake.ops.dynamic_mix import cuda as dynamic_mix
-from kittiwake.ops.head_kernels import TILINGS, head_defines, head_source
+from kittiwake.ops.head_kernels import TILINGS, head_defines, head_source, low_defines
 from kittiwake.ops.matmul import float32
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
@@ -81,7 +81,7 @@ def test_wkv4_compiles(capability: int, dtype: torch.dtype) -> None:
 def test_wkv6_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype) -> None:
     place = HEADS.index((head_size, dtype))
     for kind in KINDS if (head_size, dtype) == (64, torch.float16) else (KINDS[0], KINDS[1 + place % 2]):
-        given = (*head_defines(head_size, dtype, TILINGS[0][1]), *kind.defines)
+        given = (*head_defines(head_size, dtype, TILINGS[0][1]), *kind.defines, *low_defines((64,)))
         code = nvrtc.compile_source(head_source("wkv6"), given, "sm_90")
         assert all(name in code for name in (b"decode", b"prepare", b"scan", b"finish"))
         has_low = kind.is_by_token and head_size % 32 == 0 and dtype != torch.float32

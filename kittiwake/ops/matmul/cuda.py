@@ -13,8 +13,6 @@ ACTIVATIONS = {"none": 0, "tanh": 1, "sigmoid": 2, "relu2": 3}
 ROW_CLASSES = (1, 8, 16, 32, 64)
 """Row counts that the narrow product is compiled for; it serves up to the last."""
 MOST_ROWS = ROW_CLASSES[-1]
-BEGIN_NEXT = 1
-"""When a kernel lets the next begin: 0 when it has ended, 1 at once, 2 when its sums are done."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,9 @@ class Narrow:
     stages: int = 4
     rows: int = MOST_ROWS
     """Most rows of a block, one of ROW_CLASSES: with few columns, more blocks share the rows, each with all of its weights."""
+    begin_next: int = 1
+    """When it lets the next kernel begin: 0 when it has ended, 1 at once, 2 when its sums are done, 3 when its inputs
+    have been asked for."""
 
     def size_for(self, rows: int) -> int:
         """Rows of a block, where there are so many in all."""
@@ -52,6 +53,7 @@ def defines(dtype: torch.dtype, config: Narrow, rows: int, *, is_wide_out: bool)
         f"WN={config.wn}",
         f"ROWS={rows}",
         f"OUT32={int(is_wide_out)}",
+        f"BEGIN_NEXT={config.begin_next}",
     )
 
 
@@ -82,7 +84,7 @@ def narrow_product(
     kernel = _product(x.dtype, config, size, out.dtype == torch.float32)
     grid = (lines.shape[0] * 32 // config.bn, -(-rows // size), 1)
     group = x.stride(0) if x.dim() == 3 else 0
-    given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0), BEGIN_NEXT)
+    given = (x, weight, out, lines, activations, rows, x.stride(-2), group, out.stride(0))
     kernel(grid, config.bn // config.wn * 32, given, overlap=overlap)
 
 

@@ -5,7 +5,7 @@
 // memory, and the first stages are fetched before the kernel in front has ended: weights do not depend on it.
 //
 // DT: 1 float16, 2 bfloat16 · BN, WN: columns of a block, of a warp · BK: K of a stage · STAGES · ROWS: 1, 8, 16, 32 or 64 ·
-// OUT32: outputs are float32.
+// OUT32: outputs are float32 · BEGIN_NEXT: when the next kernel may begin, see cuda.py.
 
 // x has the precision of elem already. What float16 cannot hold becomes its largest number, not infinity.
 __device__ __forceinline__ float activated(float x, int activation) {
@@ -91,10 +91,10 @@ struct Operands {
 // lines: int64 [columns / 32, 6]: input, first column of x, first element of w, depth, first column of y, columns left.
 extern "C" __global__ void __launch_bounds__(THREADS) product(
     const elem* __restrict__ x, const elem* __restrict__ w, out_t* __restrict__ y, const long long* __restrict__ lines,
-    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride, int begin_next) {
+    const int* __restrict__ activations, int rows, int x_stride, int x_group, int y_stride) {
   extern __shared__ __align__(16) elem shared[];
   const unsigned w_at = (unsigned)__cvta_generic_to_shared(shared), x_at = w_at + STAGES * BN * STRIDE * 2;
-  if (begin_next == 1) let_next_begin();
+  if (BEGIN_NEXT == 1) let_next_begin();
   const int column = blockIdx.x * BN, inner = BN < 32 ? column % 32 : 0;
   const long long* line = lines + column / 32 * 6;
   const int depth = (int)line[3], w_stride = (depth + 15) / 16 * 16;
@@ -138,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
     fetch_x(s);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
+  if (BEGIN_NEXT == 3) let_next_begin();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const unsigned w_lane = w_at + ((warp * WN + lane % 8) * STRIDE + lane / 8 * 8) * 2;
   // one row stands in all eight of a matrix: nobody stores the sums of the others
@@ -172,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) product(
       now[turn % 2].multiply_into(c);
     }
   }
-  if (begin_next == 2) let_next_begin();
+  if (BEGIN_NEXT == 2) let_next_begin();
   #pragma unroll
   for (int t = 0; t < MT; t++) {
     #pragma unroll

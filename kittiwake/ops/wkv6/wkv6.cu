@@ -204,29 +204,28 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
   decode_head(raw, gate, lows, known, constant, s, mine, n, h, width, out, eps, begin_next, made, y_all);
 }
 
-#if BY_TOKEN && DT != 0 && D % 32 == 0
-// The same with the low-rank product inside, for few sequences: a head's columns of its weights [C, depth rounded up to 16]
-// come through shared memory. The product reads `projected` from column
-// `low_column` on.
+#if BY_TOKEN && DT != 0 && D % 32 == 0 && defined(LOW_DEPTHS)
+// The same with the low-rank product inside, for few sequences; `up`: its weights [C, depth rounded up to 16]. The product reads
+// `projected` from column `low_column` on.
 extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     const elem* projected, const elem* up, const float* vectors, float* state, const int* slots, elem* out,
     int low_column, int depth, int projected_stride, int width, float eps, int begin_next) {
-  extern __shared__ __align__(16) elem weights[];  // see fetch_weights; behind them the product's inputs, for each warp
+  extern __shared__ __align__(16) elem room[];
   __shared__ __align__(16) float made[P_COUNT * DP];
   __shared__ float y_all[DP], low[DP];
-  const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int stride = (depth + 15) / 16 * 16, pieces = stride / 8;
+  const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x, warp = threadIdx.x / 32;
   float* mine = state + ((size_t)slots[n] * heads + h) * D * D;
   float s[4][COLS];
   float4 constant[G];
   Known known;
   if (begin_next == 1) let_next_begin();
-  fetch_weights(weights, up + (size_t)h * D * stride, stride, pieces);
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  typedef LowProducts<1> Lows;
+  Lows lows;
+  lows.room = room;
+  lows.fetch_weights(Place<0>{}, up + (size_t)h * D * low_depth(0));
   move_state<4, false>(s, mine, threadIdx.x / LANES * 4);
   if (threadIdx.x < 32) known.load(vectors, width, h);
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
+  lows.await_weights();
   wait_for_inputs();
   Products raw;
   float gate[CHUNKS];
@@ -235,19 +234,10 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     raw.load(own, width);
     load_gates(own, width, gate);
   }
-  elem* x = weights + D * (stride + 8) + warp * stride;  // a copy for each warp
-  fetch_inputs(x, projected + (size_t)n * projected_stride + low_column, depth);
-  for (int t = warp; t < D / 8; t += 2 * DP / 32) {  // 8 outputs a warp
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    for (int k = 0; k < stride; k += 16) {
-      const int at = k + lane % 4 * 2;
-      add_low(c, low_input(x + at), low_input(x + at + 8), weights + (t * 8 + lane / 4) * (stride + 8) + at);
-    }
-    if (lane < 4) {
-      low[t * 8 + lane * 2] = widen(round_only(c[0]));
-      low[t * 8 + lane * 2 + 1] = widen(round_only(c[1]));
-    }
-  }
+  if (warp == Lows::WARPS - 1) fetch_inputs(lows.inputs(Place<0>{}), projected + (size_t)n * projected_stride + low_column, depth);
+  __syncthreads();
+  if (begin_next == 3) let_next_begin();
+  lows.multiply(low);
   __syncthreads();
   decode_head(raw, gate, LowInBlock{low}, known, constant, s, mine, n, h, width, out, eps, begin_next, made, y_all);
 }

@@ -11,6 +11,8 @@ from kittiwake.ops.head_kernels import TILINGS, HeadKernels, Tilings, can_take_l
 from kittiwake.ops.nvrtc import shared_memory_limit
 
 VECTORS_PER_HEAD = 6
+_LOWS = 4
+"""Low-rank products of a head; the first layer has one less."""
 MOST_LOW_BYTES = 160 * 1024
 """Shared memory that the weights of low-rank products may take, where a card has as much."""
 
@@ -63,7 +65,8 @@ class Wkv7(HeadKernels):
     ) -> None:
         """:meth:`decode` with the low-rank products inside; ``up`` and ``lines`` are that group's weights and table."""
         given = (projected, up, v_first, vectors, state, slots, out, lines, projected.stride(0), out.shape[1])
-        self._launch_decode(out, (*given, int(first_layer), eps), overlap, depths)
+        all_depths = (*depths, *[0] * (_LOWS - len(depths)))
+        self._launch_decode(out, (*given, int(first_layer), eps), overlap, all_depths)
 
     def prompt(
         self,

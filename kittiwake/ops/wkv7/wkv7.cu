@@ -228,65 +228,44 @@ extern "C" __global__ void __launch_bounds__(2 * DP) decode(
   decode_head(in, raw, LowInMemory(in, n, h), known, s, mine, n, h, out, eps, begin_next, made, y_all);
 }
 
-#if DT != 0 && D % 32 == 0
-// The same with the low-rank products inside, for few sequences: a head's columns of their weights come through shared
-// memory, and each sum walks K as ops/matmul/narrow.cu does. lines: that group's table, [columns / 32, 6] int64, in the
-// order of L_DECAY to L_RESIDUAL.
+#if DT != 0 && D % 32 == 0 && defined(LOW_DEPTHS)
+// The same with the low-rank products inside, for few sequences. lines: that group's table, [columns / 32, 6] int64, in the
+// order of L_DECAY to L_RESIDUAL, the last of which the first layer lacks.
 extern "C" __global__ void __launch_bounds__(2 * DP) decode_low(
     const elem* projected, const elem* up, elem* v_first, const float* vectors, float* state, const int* slots, elem* out,
     const long long* lines, int projected_stride, int width, int first_layer, float eps, int begin_next) {
-  extern __shared__ __align__(16) elem weights[];  // see fetch_weights; behind them the inputs of each product
+  extern __shared__ __align__(16) elem room[];
   __shared__ __align__(16) float made[P_COUNT * DP];
   __shared__ float y_all[DP], low[L_COUNT * DP];
-  const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = first_layer ? L_COUNT - 1 : L_COUNT;
+  const int h = blockIdx.x, n = blockIdx.y, heads = gridDim.x, warp = threadIdx.x / 32;
   const Inputs in = {projected, 0, v_first, vectors, projected_stride, 0, width, first_layer};
   float* mine = state + ((size_t)slots[n] * heads + h) * D * D;
   float s[4][COLS];
   Known known;
   if (begin_next == 1) let_next_begin();
-  int columns[L_COUNT], depths[L_COUNT], begins[L_COUNT], room = 0;
-  #pragma unroll
-  for (int q = 0; q < L_COUNT; q++) {
-    const long long* line = lines + (min(q, count - 1) * (width / 32) + h * (D / 32)) * 6;
-    columns[q] = (int)line[1]; depths[q] = (int)line[3]; begins[q] = room;
-    if (q < count) {
-      const int stride = (depths[q] + 15) / 16 * 16, pieces = stride / 8;
-      fetch_weights(weights + room, up + line[2], stride, pieces);
-      room += D * (stride + 8);
-    }
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  typedef LowProducts<L_COUNT> Lows;
+  Lows lows;
+  lows.room = room;
+  int columns[L_COUNT], depths[L_COUNT];
+  each_place<L_COUNT>([&](auto which) {
+    if (!which.depth) return;
+    const long long* line = lines + (which.q * (width / 32) + h * (D / 32)) * 6;
+    columns[which.q] = (int)line[1]; depths[which.q] = (int)line[3];
+    lows.fetch_weights(which, up + line[2]);
+  });
   move_state<4, false>(s, mine, threadIdx.x / LANES * 4);  // nothing since the step before writes states
   if (threadIdx.x < 32) known.load(vectors, width, h);
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
+  lows.await_weights();
   wait_for_inputs();
   Raw raw;
   if (threadIdx.x < 32) raw.load(in, n, h);
-  for (int q = warp; q < count; q += 2 * DP / 32) {
-    const int depth = (depths[q] + 15) / 16 * 16, stride = depth + 8;
-    elem* x = weights + room;
-    #pragma unroll
-    for (int p = 0; p < L_COUNT; p++) x += p < q ? (depths[p] + 15) / 16 * 16 : 0;
-    fetch_inputs(x, projected + (size_t)n * projected_stride + columns[q], depths[q]);
-    float c[D / 8][4];
-    #pragma unroll
-    for (int t = 0; t < D / 8; t++) c[t][0] = c[t][1] = c[t][2] = c[t][3] = 0.f;
-    for (int k = 0; k < depth; k += 16) {
-      const int at = k + lane % 4 * 2;
-      const unsigned a0 = low_input(x + at), a2 = low_input(x + at + 8);
-      #pragma unroll
-      for (int t = 0; t < D / 8; t++) add_low(c[t], a0, a2, weights + begins[q] + (t * 8 + lane / 4) * stride + at);
-    }
-    if (lane < 4) {
-      #pragma unroll
-      for (int t = 0; t < D / 8; t++) {
-        low[q * DP + t * 8 + lane * 2] = widen(round_only(c[t][0]));
-        low[q * DP + t * 8 + lane * 2 + 1] = widen(round_only(c[t][1]));
-      }
-    }
-  }
+  each_place<L_COUNT>([&](auto which) {  // a warp each, the first one last: it has more to load
+    if (which.depth && which.q % Lows::WARPS == Lows::WARPS - 1 - warp)
+      fetch_inputs(lows.inputs(which), projected + (size_t)n * projected_stride + columns[which.q], depths[which.q]);
+  });
+  __syncthreads();
+  if (begin_next == 3) let_next_begin();
+  lows.multiply(low);
   __syncthreads();
   decode_head(in, raw, LowInBlock{low}, known, s, mine, n, h, out, eps, begin_next, made, y_all);
 }

@@ -10,9 +10,11 @@ So it is tried when each kind of kernel lets the next one begin, before each pas
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -62,6 +64,8 @@ LOW_MOMENTS = (0, 1, 2, 3)
 """When time mixes that make low-rank products themselves let the next kernel begin, see ``LOW_BEGIN_NEXT``."""
 MOMENTS = (0, 1, 2, 3)
 """And when narrow products may, see :class:`Narrow`."""
+JOINT_SECONDS = 30
+"""For moves of several places at once."""
 
 
 class Step:
@@ -152,10 +156,10 @@ def compiled(step: Step) -> None:
     torch.cuda.synchronize()
 
 
-def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
+def search(report: Report, case: str, runs: Runs, rows: int, passes: int) -> None:
     """The fastest layouts of one step, place by place."""
     step = Step(runs, rows)
-    name = f"{step.model.width}, {rows} requests"
+    name = f"{case}, {rows} requests"
     compiled(step)
     report.say(f"{name}: compiled")
     wanted = step.logits()
@@ -191,6 +195,8 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
             shown = {str(choice): round(us, 1) for choice, us in sorted(tried.items(), key=lambda item: item[1])}
             report.put("tried", f"{name}, pass {turn + 1}, {place}", shown)
     moments(report, f"{name}, last", step, changed, wanted)
+    if rows == 1:
+        joint(report, name, step, fastest, changed, wanted)
     report.check(f"{name}: the bits of the picks that were there", torch.equal(step.logits(), wanted))
     last = step.time_us(100)
     report.say(f"{name}: {first:.0f} to {last:.0f} µs, {rows / last * 1e6:.0f} tokens/s")
@@ -203,6 +209,47 @@ def search(report: Report, runs: Runs, rows: int, passes: int) -> None:
     step.states.graphs.clear()
     step.states.pool = None
     runs.free(step.slots)
+
+
+def joint(
+    report: Report,
+    name: str,
+    step: Step,
+    fastest: Mapping[str, Sequence[Choice]],
+    changed: dict[str, Choice],
+    wanted: torch.Tensor,
+) -> None:
+    """Random moves of two or three places at once, among the fastest layouts of each and other moments to begin the next."""
+    draw, until = random.Random(1), time.perf_counter() + JOINT_SECONDS
+    top = {place: [*some[:8], *map(_begun_otherwise, some[:3])] for place, some in fastest.items() if place != "head"}
+    step.logits()
+    best, tried, taken = step.time_us(80), 0, 0
+    while time.perf_counter() < until:
+        places = draw.sample(sorted(top), 2 if draw.random() < 0.7 else 3)
+        kept = {place: step.groups(place)[-1].picks.choice(step.rows) for place in places}
+        moved = {place: draw.choice(top[place]) for place in places}
+        for place, choice in moved.items():
+            step.put(place, choice)
+        tried += 1
+        if torch.equal(step.logits(), wanted) and step.time_us() < best * 0.997:
+            step.logits()
+            us = step.time_us(80)
+            if us < best * 0.997:
+                best, taken = us, taken + 1
+                changed |= moved
+                continue
+        for place, choice in kept.items():
+            step.put(place, choice)
+    step.logits()
+    report.say(f"{name}: {tried} moves of several places, {taken} taken, {step.time_us(60):.0f} µs")
+
+
+def _begun_otherwise(choice: Choice) -> Choice:
+    """A narrow product that lets the next kernel begin when its inputs are there instead of at once, or the other way round."""
+    if choice.kind != "narrow":
+        return choice
+    layout = cast(Narrow, choice.layout)
+    return replace(choice, layout=replace(layout, begin_next=1 if layout.begin_next == 3 else 3))
 
 
 def _begun(choice: Choice, like: Choice) -> Choice:
@@ -266,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def one(case: str) -> None:
         shape, _, rows = case.rpartition("-")
-        search(report, loaded(shape), int(rows), 2 if rows == "1" else 1)
+        search(report, shape, loaded(shape), int(rows), 2 if rows == "1" else 1)
 
     return report.each({case: partial(one, case) for case in CASES})
 

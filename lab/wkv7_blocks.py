@@ -1,6 +1,6 @@
 """Two forms of the WKV-7 prompt path side by side: the serial scan of ops/wkv7, and blocks of tokens in three launches.
 
-    python lab/wkv7_blocks.py                       # on a CUDA device: errors, cuts, times, and a line of JSON
+    python lab/wkv7_blocks.py [--heads 12,32,64]    # on a CUDA device: errors, cuts, times, and a line of JSON
     TRITON_INTERPRET=1 python lab/wkv7_blocks.py    # anywhere: errors and cuts of a small case
 
 The block form, its maths and its launches are in wkv7_block_kernels.py.
@@ -8,6 +8,7 @@ The block form, its maths and its launches are in wkv7_block_kernels.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -215,6 +216,9 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Errors and cuts, then times; a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", default="12,32,64", help="of the cases that are timed")
+    timed_heads = [int(count) for count in parser.parse_args().heads.split(",")]
     torch.manual_seed(0)
     begun = time.perf_counter()
     batch, rows, heads = (2, 37, 2) if INTERPRET else (2, 1000, 3)
@@ -234,7 +238,7 @@ def main() -> None:
         for form in blocks:
             found = report[f"cuts, {case}, {form.name}"] = [cuts_agree(form, x, state, rows, seed) for seed in range(2)]
             say(f"{case:9} {form.name:18} random cuts with equal bits: {found}")
-    for heads in () if INTERPRET else (12, 32, 64):
+    for heads in [] if INTERPRET else timed_heads:
         for rows, batch in ((1024, 1), (4096, 1), (1024, 8), (4096, 8)):
             measured = report[f"us, H {heads} T {rows} B {batch}"] = times(forms, heads, rows, batch)
             for name, parts in measured.items():

@@ -198,8 +198,10 @@ def test_a_method_has_the_card_of_its_owner_whichever_was_current(monkeypatch: p
         in_use.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     second = torch.device("cuda", 1)
     assert OnPlace(second, in_use).launch(1, second=2) == ([second], 3) and not in_use
+    assert OnPlace(torch.device("cuda", 0), in_use).launch(1, second=2) == ([], 3)  # it is the current one
     assert OnPlace(torch.device("cpu"), in_use).launch(1, second=2) == ([], 3)
 
 

@@ -21,7 +21,7 @@ from kittiwake.text.tokenizer import load_tokenizer
 from tests.text.tiny import make_byte_level
 from tests.tiny import SHAPE, run_alone, same_state, tiny_tensors
 
-CONFIG = EngineConfig(threads=2)
+CONFIG = EngineConfig(threads=1)
 IDS = [7, 1, 2, 250, 3, 3]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -20,7 +20,7 @@ PARAMS = SamplingParams(max_tokens=9, seed=3)
 RAM = 1 << 24
 
 
-def make(threads: int = 2, **options: Any) -> LLM:
+def make(threads: int = 1, **options: Any) -> LLM:
     return LLM.from_loaded(tiny_model(threads), EngineConfig(slots=4, **options))
 
 

@@ -53,7 +53,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def llm(file: Path) -> LLM:
-    return LLM(file, threads=2, slots=4)
+    return LLM(file, threads=1, slots=4)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 
 
 def test_the_file_reads_and_answers_as_its_folder_does(folder: Path, llm: LLM) -> None:
-    with LLM(folder, threads=2, slots=2) as other:
+    with LLM(folder, threads=1, slots=2) as other:
         assert llm.encode(PROMPT) == other.encode(PROMPT)
         assert set(llm.tokenizer.eos_ids) == set(other.tokenizer.eos_ids) == {END, TURN_END}
         expected = other.generate(PROMPT, GREEDY)[0]
@@ -105,7 +105,7 @@ def test_reasoning_and_effort_reach_the_template(llm: LLM) -> None:
 
 def test_run_and_inspect(file: Path, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     found = json_of(
-        capsys, *f"run {file} --max-tokens 20 --temperature 0 --ignore-eos --threads 2".split(), "--prompt", PROMPT
+        capsys, *f"run {file} --max-tokens 20 --temperature 0 --ignore-eos --threads 1".split(), "--prompt", PROMPT
     )
     assert tuple(found["token_ids"]) == llm.generate(PROMPT, GREEDY)[0].token_ids
     report = json_of(capsys, "inspect", file)
@@ -126,8 +126,8 @@ def test_chat_through_the_command(
     assert text != TEMPLATE
     path = write_gguf(tmp_path / "m.gguf", SHAPE, TENSORS, keys={**KEYS, "tokenizer.chat_template": text})
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello <|im_end|>\n"))
-    assert main(f"chat {path} --max-tokens 20 --temperature 0 --threads 2".split()) == 0
-    with LLM(path, threads=2, slots=1) as llm:
+    assert main(f"chat {path} --max-tokens 20 --temperature 0 --threads 1".split()) == 0
+    with LLM(path, threads=1, slots=1) as llm:
         said = llm.chat(
             [{"role": "user", "content": "hello <|im_end|>"}], SamplingParams(max_tokens=20, temperature=0.0)
         )
@@ -140,7 +140,7 @@ def test_a_bundle_carries_tokenizer_and_template(file: Path, llm: LLM, tmp_path:
     bundle.source.close()
     assert bundle.tokenizer_files == llm.tokenizer.files()
     assert bundle.chat_template is not None and bundle.chat_template.endswith(TEMPLATE)
-    with LLM(path, threads=2, slots=2) as other:
+    with LLM(path, threads=1, slots=2) as other:
         assert other.tokenizer.digest() == llm.tokenizer.digest()
         assert set(other.tokenizer.eos_ids) == set(llm.tokenizer.eos_ids)
         for options in ({}, {"enable_thinking": False}):
@@ -154,7 +154,7 @@ def test_lambada(file: Path, folder: Path, tmp_path: Path, capsys: pytest.Captur
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"hello {i} the end"}) + "\n" for i in range(3)), encoding="utf-8")
     found = [
-        json_of(capsys, *f"eval lambada {path} --data {data} --threads 2 --save {tmp_path / path.name}.json".split())
+        json_of(capsys, *f"eval lambada {path} --data {data} --threads 1 --save {tmp_path / path.name}.json".split())
         for path in (file, folder)
     ]
     assert found[0]["total"] == 3
@@ -185,7 +185,7 @@ def test_parts_answer_as_the_file_does_whichever_is_given(parts: list[Path], llm
     expected = llm.generate(PROMPT, GREEDY)[0].token_ids
     digests = set()
     for given in (parts[0], parts[-1], parts[0].parent):
-        with LLM(given, threads=2, slots=2) as other:
+        with LLM(given, threads=1, slots=2) as other:
             assert other.generate(PROMPT, GREEDY)[0].token_ids == expected
             assert other.encode(PROMPT) == llm.encode(PROMPT)
             digests.add(other.receipt()["model"]["digest"])
@@ -199,7 +199,7 @@ def test_a_part_that_is_missing_is_named_by_inspect_and_load(parts: list[Path], 
     for path in parts[:-1]:
         (tmp_path / path.name).symlink_to(path)
     with pytest.raises(CheckpointError, match=parts[-1].name):
-        load_model(tmp_path, EngineConfig(threads=2))
+        load_model(tmp_path, EngineConfig(threads=1))
     with pytest.raises(CheckpointError, match=parts[-1].name):
         examine(tmp_path / parts[0].name, progress=lambda *_: None)
 
@@ -209,7 +209,7 @@ def refusal(path: Path, error: type[Exception], **changes: Any) -> str:
     keys = {key: value for key, value in {**KEYS, **changes}.items() if value is not None}
     write_gguf(path, SHAPE, TENSORS, keys=keys)
     with pytest.raises(error) as caught:
-        load_model(path, EngineConfig(threads=2))
+        load_model(path, EngineConfig(threads=1))
     report = examine(path, digest=False, progress=lambda *_: None)
     assert (report["runs"], report["why_not"]) == (False, str(caught.value))
     return str(caught.value)
@@ -219,7 +219,7 @@ def test_what_is_not_served_is_refused_with_what_to_do(folder: Path, llm: LLM, t
     path = tmp_path / "m.gguf"
     message = refusal(path, TokenizerError, **{"tokenizer.ggml.pre": "gpt-4o"})
     assert "tokenizer.ggml.pre is 'gpt-4o'" in message and "--tokenizer" in message
-    with LLM(path, tokenizer=folder / "tokenizer.json", threads=2, slots=1) as other:
+    with LLM(path, tokenizer=folder / "tokenizer.json", threads=1, slots=1) as other:
         assert other.encode(PROMPT) == llm.encode(PROMPT)
         assert other.chat_template().takes("enable_thinking")  # type: ignore[attr-defined]
     message = refusal(path, TokenizerError, **{"tokenizer.ggml.model": "llama"})
@@ -233,6 +233,6 @@ def test_what_is_not_served_is_refused_with_what_to_do(folder: Path, llm: LLM, t
 def test_without_a_tokenizer_inside_one_must_be_given(folder: Path, llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     with pytest.raises(TokenizerError, match=r"pass the tokenizer\.json"):
-        load_model(write_gguf(path, SHAPE, TENSORS), EngineConfig(threads=2))
-    with LLM(path, tokenizer=folder / "tokenizer.json", threads=2, slots=1) as other:
+        load_model(write_gguf(path, SHAPE, TENSORS), EngineConfig(threads=1))
+    with LLM(path, tokenizer=folder / "tokenizer.json", threads=1, slots=1) as other:
         assert other.generate(PROMPT, GREEDY)[0].token_ids == llm.generate(PROMPT, GREEDY)[0].token_ids

@@ -26,8 +26,8 @@ def tiny_tensors(dtype: torch.dtype = torch.bfloat16, shape: Rwkv7Shape = SHAPE)
 
 
 @cache
-def tiny_model(threads: int = 2, dtype: str = "fp32", shape: Rwkv7Shape = SHAPE) -> Loaded:
-    """The same weights ready to run."""
+def tiny_model(threads: int = 1, dtype: str = "fp32", shape: Rwkv7Shape = SHAPE) -> Loaded:
+    """The same weights ready to run; by one thread, for two wait for each other where processes share the cores."""
     return load_tensors(tiny_tensors(shape=shape), EngineConfig(threads=threads, dtype=dtype))
 
 

@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Write] = {
 
 
 def load(path: Path, **options: Any) -> Loaded:
-    return load_model(path, EngineConfig(threads=2, **options))
+    return load_model(path, EngineConfig(threads=1, **options))
 
 
 def run(loaded: Loaded, ids: list[int]) -> np.ndarray:
@@ -191,12 +191,12 @@ def test_ends_of_a_text_are_those_of_the_config_a_zero_among_them(tmp_path: Path
 def test_an_answer_ends_with_any_of_them(tmp_path: Path) -> None:
     tensors = random_rwkv4(SHAPE, seed=1)
     params = SamplingParams(max_tokens=12, temperature=0.0)
-    endless = LLM(_pth(tmp_path / "m", SHAPE, tensors), threads=2).generate(["abc"], params)[0]
+    endless = LLM(_pth(tmp_path / "m", SHAPE, tensors), threads=1).generate(["abc"], params)[0]
     assert endless.finish_reason == "length"
     third = endless.token_ids[2]
     first = endless.token_ids.index(third)
     folder = save_hf(tmp_path / "m", SHAPE, tensors, eos_token_id=[0, third])
-    ended = LLM(folder, threads=2).generate(["abc"], params)[0]
+    ended = LLM(folder, threads=1).generate(["abc"], params)[0]
     assert ended.finish_reason == "stop" and ended.token_ids == endless.token_ids[: first + 1]
 
 
@@ -224,7 +224,7 @@ def test_rescaling_is_exact_unless_asked_for_and_kept_by_a_bundle(tmp_path: Path
 
 def test_a_family_that_never_rescales_refuses_the_option() -> None:
     with pytest.raises(UsageError, match="rwkv7 never rescales, so rescale_every cannot be 6"):
-        load_model(None, EngineConfig(threads=2, rescale_every=6))
+        load_model(None, EngineConfig(threads=1, rescale_every=6))
 
 
 # Tokenizers
@@ -240,7 +240,7 @@ def test_the_vocabulary_tells_the_tokenizer(tmp_path: Path) -> None:
         assert load(folder).tokenizer.kind == kind
         for other in set(kinds.values()) - {kind}:
             with pytest.raises(TokenizerError, match=rf"the tokenizer '{other}' .*{vocab}"):
-                load_model(path, EngineConfig(threads=2), tokenizer=other)
+                load_model(path, EngineConfig(threads=1), tokenizer=other)
 
 
 def test_a_folders_own_tokenizer_is_used(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ GGUFS: dict[str, Write] = {
 
 
 def load(path: Path, **options: Any) -> Loaded:
-    return load_model(path, EngineConfig(threads=2, **options), tokenizer="bytes")
+    return load_model(path, EngineConfig(threads=1, **options), tokenizer="bytes")
 
 
 def check_same(written: dict[str, Path], dtype: torch.dtype, number: int) -> None:

@@ -177,7 +177,7 @@ def test_logits_are_the_callers_to_change() -> None:
 
 
 def test_what_was_picked_is_described() -> None:
-    described = tiny_model().model.describe()
+    described = tiny_model(threads=2).model.describe()
     assert (described["device"], described["dtype"], described["threads"]) == ("cpu", "fp32", 2)
     found = {(row["depth"], row["columns"]) for row in described["products"]}
     ranks = {(32, rank) for rank in (3, 5, 4, 6)}

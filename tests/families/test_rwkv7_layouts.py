@@ -53,7 +53,7 @@ LAYOUTS: dict[str, Write] = {
 
 
 def load(path: Path, **options: Any) -> Loaded:
-    return load_model(path, EngineConfig(threads=2, **options), tokenizer="bytes")
+    return load_model(path, EngineConfig(threads=1, **options), tokenizer="bytes")
 
 
 def run(loaded: Loaded, ids: list[int]) -> np.ndarray:

@@ -13,7 +13,7 @@ from kittiwake.errors import ModelError
 from kittiwake.families.cuda_model import check_weights
 from kittiwake.families.rwkv7_cuda import Rwkv7Cuda
 from tests.emulator import kernels
-from tests.ops.without_card import in_groups, run_interpreted
+from tests.ops.without_card import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_rwkv_cuda.py")
 
@@ -21,9 +21,8 @@ INTERPRETED = Path(__file__).with_name("interpreted_rwkv_cuda.py")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not kernels.IS_AVAILABLE, reason="g++ is not installed: it compiles kernels for the host")
-@in_groups("[7] or 32]")  # RWKV-7, and RWKV-6 in heads of 32
-def test_whole_models_in_the_interpreter_and_the_emulator(which: str) -> None:
-    run_interpreted(INTERPRETED, "--timeout=0", "-k", which)
+def test_whole_models_in_the_interpreter_and_the_emulator() -> None:
+    run_interpreted(INTERPRETED, "--timeout=0")
 
 
 def test_rows_of_outputs_are_padded_as_products_load_them() -> None:

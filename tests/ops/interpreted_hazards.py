@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 from triton import language as tl
+from triton.runtime.errors import InterpreterError
 
 from tests.ops.hazards import HazardError, launch_dependents, wait, watched
 
@@ -141,6 +142,26 @@ def test_what_lies_outside_of_a_tensor_is_not_touched() -> None:
         scatter_kernel[(1,)](places + 2**30, out, SIZE)
     with watched(reachable=lambda: [out]):
         scatter_kernel[(1,)](places + 1, out[:SIZE], SIZE)
+
+
+@triton.jit
+def power_kernel(x, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The fourth power of a number, and of each of a row."""
+    lanes = tl.arange(0, SIZE)
+    number, row = tl.load(x), tl.load(x + lanes)
+    tl.store(out, number * number * number * number)
+    tl.debug_barrier()
+    tl.store(out + lanes, row * row * row * row)
+
+
+def test_whole_numbers_do_not_overflow() -> None:
+    out = torch.zeros(SIZE, dtype=torch.int32)
+    whole = torch.tensor([-215, 215, 3, 0, 0, 0, 0, 1], dtype=torch.int32)
+    power_kernel[(1,)](whole, out, SIZE)
+    assert out.tolist() == [215**4, 215**4, 81, 0, 0, 0, 0, 1]
+    for place in (0, 5):
+        with pytest.raises(InterpreterError, match="int32 overflow detected for operation mul"):
+            power_kernel[(1,)](whole.index_fill(0, torch.tensor(place), 216), out, SIZE)
 
 
 # Launches that begin early

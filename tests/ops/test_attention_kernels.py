@@ -15,7 +15,7 @@ from kittiwake.ops.block_attention import triton_sizes as sizes
 from kittiwake.ops.block_attention.triton import workspace_bytes
 from kittiwake.ops.block_attention.triton_kernels import attend_kernel, enter_kernel, merge_kernel, turn_kernel
 from kittiwake.ops.block_attention.triton_select import score_kernel, select_kernel
-from tests.ops.without_card import DTYPES, MOST_SHARED, built, cards, cards_and_dtypes, in_groups, run_interpreted
+from tests.ops.without_card import DTYPES, MOST_SHARED, built, cards, cards_and_dtypes, run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
 RELEASED = AttentionShape(24, 2, 256, 64, 4, 128, ratio=4, budget=2048)
@@ -33,9 +33,8 @@ NUMBERS = (
 
 
 @pytest.mark.slow
-@in_groups("agree", "same_bits")
-def test_the_kernels_agree_with_the_references_in_the_interpreter(which: str) -> None:
-    run_interpreted(INTERPRETED, "-k", which)
+def test_the_kernels_agree_with_the_references_in_the_interpreter() -> None:
+    run_interpreted(INTERPRETED)
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, fixed: dict[str, Any], options: dict[str, Any]) -> Any:

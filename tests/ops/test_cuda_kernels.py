@@ -25,6 +25,7 @@ from tests.ops.without_card import (
     HEADS,
     MOST_SHARED,
     TILINGS_BY_CARD,
+    _optimised_little,  # noqa: F401  a fixture
     built,
     cards,
     needs_nvrtc,
@@ -134,6 +135,7 @@ def test_narrow_products_compile(capability: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_optimised_little")
 @needs_nvrtc
 def test_every_layout_that_is_tried_compiles_and_fits_a_card() -> None:
     for rows, config in narrow_layouts():
@@ -156,6 +158,7 @@ def test_the_scan_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_optimised_little")
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "place"), TILINGS_BY_CARD)
 def test_every_tiling_of_the_scan_compiles(capability: int, place: int) -> None:

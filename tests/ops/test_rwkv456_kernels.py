@@ -17,11 +17,21 @@ from kittiwake.ops.matmul import float32
 from kittiwake.ops.wkv4 import cuda as wkv4
 from kittiwake.ops.wkv6 import cuda as wkv6
 from kittiwake.ops.wkv6.cuda import Kind
-from tests.ops.without_card import DTYPES, HEADS, TILINGS_BY_CARD, built, cards, needs_nvrtc, run_interpreted
+from tests.ops.without_card import (
+    DTYPES,
+    HEADS,
+    TILINGS_BY_CARD,
+    _optimised_little,  # noqa: F401  a fixture
+    built,
+    cards,
+    needs_nvrtc,
+    run_interpreted,
+)
 
 INTERPRETED = Path(__file__).with_name("interpreted_mixes.py")
 KINDS = (Kind(True, True), Kind(False, True), Kind(False, False))
 """RWKV-6, RWKV-5.1 and 5.2, RWKV-5.0."""
+FLOAT32_LAYOUTS = sorted({sizes for layouts in _PLAIN.values() for sizes in layouts})
 
 
 @pytest.mark.slow
@@ -89,6 +99,7 @@ def test_wkv6_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_optimised_little")
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "place"), TILINGS_BY_CARD)
 def test_every_tiling_of_wkv6_compiles(capability: int, place: int) -> None:
@@ -99,13 +110,20 @@ def test_every_tiling_of_wkv6_compiles(capability: int, place: int) -> None:
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_every_float32_layout_compiles(capability: int) -> None:
-    all_layouts = sorted({sizes for layouts in _PLAIN.values() for sizes in layouts})
-    for sizes in all_layouts if capability == 90 else (all_layouts[0], all_layouts[-1]):
+@pytest.mark.usefixtures("_optimised_little")
+def test_every_float32_layout_compiles() -> None:
+    for sizes in FLOAT32_LAYOUTS:
         layout = float32.Plain(*sizes)
-        code = nvrtc.compile_source(float32.source(), float32.defines(layout), f"sm_{capability}")
-        assert b"product_float32" in code, layout
+        assert b"product_float32" in nvrtc.compile_source(float32.source(), float32.defines(layout), "sm_90"), layout
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_float32_products_compile(capability: int) -> None:
+    for sizes in (FLOAT32_LAYOUTS[0], FLOAT32_LAYOUTS[-1]):
+        given = float32.defines(float32.Plain(*sizes))
+        assert b"product_float32" in nvrtc.compile_source(float32.source(), given, f"sm_{capability}")
 
 
 def bare(kind: Kind = KINDS[0], dtype: torch.dtype = torch.float16) -> wkv6.Wkv6:

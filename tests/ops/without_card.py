@@ -36,30 +36,25 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def _optimised_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC says whether a source compiles in a third of the time: for layouts of a source whose code is made elsewhere."""
+    monkeypatch.setattr(nvrtc, "_FLAGS", (*nvrtc._FLAGS, "--Ofast-compile=max"))
+
+
 def run_interpreted(tests: Path, *more: str) -> None:
     """Run a file of tests in Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
     # the interpreter computes in numpy, which warns where a card gives infinity
-    options = ["-q", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "-p", QUICK, *more]
+    options = ["-q", *"-W ignore::RuntimeWarning -p no:cacheprovider -p pytest_timeout -p".split(), QUICK, *more]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(tests), *options],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        # plugins that nothing here asks for take as long to import as torch does
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-def in_groups(*expressions: str) -> pytest.MarkDecorator:
-    """A parameter ``which``, for ``-k`` of ``run_interpreted``: every test in the first group that fits, or in the last.
-
-    So a test of the file is in just one group, and a group that holds none fails.
-    """
-    groups, before = [], ""
-    for expression in expressions:
-        groups.append(f"({expression}){before}")
-        before += f" and not ({expression})"
-    return pytest.mark.parametrize("which", [*groups, before.removeprefix(" and ")], ids=[*expressions, "the rest"])
 
 
 def built(kernel: Any, capability: int, types: Mapping[str, str], fixed: Mapping[str, Any], **options: Any) -> Any:

@@ -30,7 +30,7 @@ from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.families.qwen4exp.state import state_spec
 from kittiwake.layers.cuda_linear import ROW_PADDING
 from kittiwake.load import TensorDict, choose_device
-from tests.ops.without_card import in_groups, run_interpreted
+from tests.ops.without_card import run_interpreted
 
 INTERPRETED = Path(__file__).with_name("interpreted_cuda.py")
 CPU = torch.device("cpu")
@@ -43,12 +43,8 @@ def geometry_of(shape: Qwen4ExpShape) -> Geometry:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@in_groups(
-    "cuts or crowd or launch_too_long",
-    "16_bits or replayed or saved",
-)
-def test_the_whole_model_in_the_interpreter(which: str) -> None:
-    run_interpreted(INTERPRETED, "--timeout=0", "-k", which)
+def test_the_whole_model_in_the_interpreter() -> None:
+    run_interpreted(INTERPRETED, "--timeout=0")
 
 
 # Launches and what they are told of their rows

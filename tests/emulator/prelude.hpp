@@ -11,10 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#ifndef __x86_64__
-#error "fibers change places by instructions of x86-64"
-#endif
-
+#ifdef __x86_64__
 // Keeps what a function must leave as it was on this stack, and goes on with what another stack keeps. swapcontext would
 // ask the system for the mask of signals each time, which takes longer than most of what a thread does between two barriers.
 extern "C" void emulated_change(void** kept, void* other) __attribute__((visibility("hidden")));
@@ -42,6 +39,30 @@ emulated_change:
   ret
 .size emulated_change, .-emulated_change
 )");
+// A stack of so many bytes whose owner begins with `enter`: six registers, where it begins, and where that would return to.
+static void* begun(char* stack, size_t bytes, void (*enter)()) {
+  void** top = (void**)((uintptr_t)(stack + bytes) / 16 * 16) - 8;
+  top[6] = (void*)enter; top[7] = nullptr;
+  return top;
+}
+#else
+#include <ucontext.h>
+
+// The same by the system, slower.
+static void emulated_change(void** kept, void* other) {
+  ucontext_t own;
+  *kept = &own;
+  swapcontext(&own, (ucontext_t*)other);
+}
+static void* begun(char* stack, size_t bytes, void (*enter)()) {
+  ucontext_t* made = (ucontext_t*)((uintptr_t)stack / 64 * 64 + 64);
+  getcontext(made);
+  made->uc_stack.ss_sp = made + 1, made->uc_stack.ss_size = (stack + bytes) - (char*)(made + 1);
+  made->uc_link = nullptr;
+  makecontext(made, enter, 0);
+  return made;
+}
+#endif
 
 namespace emulated {
 
@@ -218,10 +239,7 @@ static void run_block(int shared_bytes) {
     Fiber& fiber = fibers[i];
     fiber.waits = RUNS; fiber.index = {(unsigned)i, 0, 0};
     fiber.open.clear(); fiber.groups.clear();
-    // six registers, where it begins, and where that would return to
-    void** top = (void**)((uintptr_t)&stacks[(size_t)(i + 1) * STACK] / 16 * 16) - 8;
-    top[6] = (void*)enter; top[7] = nullptr;
-    fiber.stack = top;
+    fiber.stack = begun(&stacks[(size_t)i * STACK], STACK, enter);
   }
   while (run_all() && !failure) release();
   for (Fiber& fiber : fibers) if (fiber.waits != ENDED && !failure) failure = "threads that wait for others that have ended";

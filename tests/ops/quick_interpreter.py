@@ -173,7 +173,7 @@ def _quick_operands(
     kind = type(right)
     if type(left) is not tl.tensor or not (kind is int or kind is float) or right != right:
         return _operands(self, left, right, *rest)
-    key = (id(left.shape), left.dtype.name, kind, right, rest)
+    key = (id(left.shape), left.dtype.name, kind, right or str(right), rest)  # a zero has a sign
     if key not in _with_numbers:
         made = _operands(self, left, right, *rest)
         _with_numbers[key] = made[0].dtype, made[1]
@@ -204,7 +204,7 @@ def _splat(self: Any, value: Any, like: Any) -> Any:
 def _known_constant(self: Any, value: Any, dtype: Any) -> Any:
     if dtype is None or value != value:
         return _constant(self, value, dtype)
-    key = (value, dtype.name)
+    key = (value or str(value), dtype.name)  # a zero has a sign
     if key not in _constants:
         _constants[key] = _constant(self, value, dtype)
     return _constants[key]

@@ -4,14 +4,65 @@
 // Shared memory holds NaN when a block begins. A copy to it that runs ahead (cp.async) is made as late as its wait
 // allows, or, with `is_eager`, at once: a wait that is missing shows in the one, a stage written too soon in the other.
 
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#ifdef __x86_64__
+// Keeps what a function must leave as it was on this stack, and goes on with what another stack keeps. swapcontext would
+// ask the system for the mask of signals each time, which takes longer than most of what a thread does between two barriers.
+extern "C" void emulated_change(void** kept, void* other) __attribute__((visibility("hidden")));
+asm(R"(
+.text
+.type emulated_change, @function
+.hidden emulated_change
+.globl emulated_change
+emulated_change:
+  endbr64
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulated_change, .-emulated_change
+)");
+// A stack of so many bytes whose owner begins with `enter`: six registers, where it begins, and where that would return to.
+static void* begun(char* stack, size_t bytes, void (*enter)()) {
+  void** top = (void**)((uintptr_t)(stack + bytes) / 16 * 16) - 8;
+  top[6] = (void*)enter; top[7] = nullptr;
+  return top;
+}
+#else
+#include <ucontext.h>
+
+// The same by the system, slower.
+static void emulated_change(void** kept, void* other) {
+  ucontext_t own;
+  *kept = &own;
+  swapcontext(&own, (ucontext_t*)other);
+}
+static void* begun(char* stack, size_t bytes, void (*enter)()) {
+  ucontext_t* made = (ucontext_t*)((uintptr_t)stack / 64 * 64 + 64);
+  getcontext(made);
+  made->uc_stack.ss_sp = made + 1, made->uc_stack.ss_size = (stack + bytes) - (char*)(made + 1);
+  made->uc_link = nullptr;
+  makecontext(made, enter, 0);
+  return made;
+}
+#endif
 
 namespace emulated {
 
@@ -21,7 +72,7 @@ struct Copy { char* to; const char* from; int bytes, all; };
 enum Waits { RUNS, AT_BLOCK, AT_WARP, ENDED };
 
 struct Fiber {
-  ucontext_t context;
+  void* stack;  // where it keeps its registers while it stands
   Waits waits;
   int line;  // of the barrier that it stands at
   Index index;
@@ -32,13 +83,13 @@ struct Fiber {
 alignas(128) static char dynamic[MOST_SHARED];
 static std::vector<Fiber> fibers;
 static std::vector<char> stacks;
-static ucontext_t scheduler;
+static void* scheduler;
 static int current, is_eager, is_reversed;
 static unsigned exchanged[1024][8];
 static const char* failure;
 static void (*body)();
 
-[[noreturn]] static void leave() { for (;;) swapcontext(&fibers[current].context, &scheduler); }
+[[noreturn]] static void leave() { for (;;) emulated_change(&fibers[current].stack, scheduler); }
 [[noreturn]] static void fail(const char* why) { failure = why; leave(); }
 
 }  // namespace emulated
@@ -50,7 +101,7 @@ namespace emulated {
 static void stand(Waits waits, int line) {
   Fiber& fiber = fibers[current];
   fiber.waits = waits; fiber.line = line;
-  swapcontext(&fiber.context, &scheduler);
+  emulated_change(&fiber.stack, scheduler);
 }
 
 // What every lane of a warp gives, by lane; all lanes must come.
@@ -139,7 +190,7 @@ static void store_if(float* to, float value, int is_wanted) { if (is_wanted) *to
 static void reciprocal(float& y, float x) { y = 1.f / x; }
 static unsigned shared_address(const void* at) { return (unsigned)((const char*)at - dynamic); }
 
-static void enter() { body(); fibers[current].waits = ENDED; leave(); }
+[[noreturn]] static void enter() { body(); fibers[current].waits = ENDED; leave(); }
 
 // Lets every fiber that may run run until it stands or ends. Whether one did.
 static bool run_all() {
@@ -150,7 +201,7 @@ static bool run_all() {
     if (fibers[current].waits != RUNS) continue;
     ran = true;
     threadIdx = fibers[current].index;
-    swapcontext(&scheduler, &fibers[current].context);
+    emulated_change(&scheduler, fibers[current].stack);
   }
   return ran;
 }
@@ -188,10 +239,7 @@ static void run_block(int shared_bytes) {
     Fiber& fiber = fibers[i];
     fiber.waits = RUNS; fiber.index = {(unsigned)i, 0, 0};
     fiber.open.clear(); fiber.groups.clear();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {&stacks[(size_t)i * STACK], 0, STACK};
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    fiber.stack = begun(&stacks[(size_t)i * STACK], STACK, enter);
   }
   while (run_all() && !failure) release();
   for (Fiber& fiber : fibers) if (fiber.waits != ENDED && !failure) failure = "threads that wait for others that have ended";

@@ -240,7 +240,7 @@ struct LowProducts {
         #pragma unroll
         for (int t = 0; t < TILES; t++) {
 #if LOW_HELD
-          const unsigned (&b)[2] = w[Which::inputs / 16 + step < DEPTH / 16 ? Which::inputs / 16 + step : 0][t];
+          const unsigned (&b)[2] = w[Which::inputs / 16 + step][t];
 #else
           const elem* from = weights(which) + ((t * WARPS + warp) * 8 + lane / 4) * (Which::depth + 8) + step * 16 + lane % 4 * 2;
           const unsigned b[2] = {*(const unsigned*)from, *(const unsigned*)(from + 8)};

@@ -5,6 +5,8 @@ What one kind of card compiles and another does not is few instructions: what va
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,24 @@ def test_the_scan_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype)
         assert name in code
     has_low = head_size % 32 == 0 and dtype != torch.float32
     assert (b"decode_low" in code) == has_low
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "ranks", [(96, 96, 256, 64), (96, 96, 256, 0), (64, 64, 128, 32)]
+)  # of the 1.5B and 0.1B shapes
+def test_weights_of_low_rank_products_wait_in_registers(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """And not in memory of a thread, where a compiler puts what it cannot count through: a step took half as long again."""
+    import triton
+
+    given = (*head_defines(64, torch.float16, TILINGS[0][1]), *low_defines(ranks))
+    (tmp_path / "scan.cubin").write_bytes(nvrtc.compile_source(head_source("wkv7"), given, "sm_90"))
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(tmp_path / "scan.cubin")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"Function decode_low:\s+REG:(\d+) STACK:(\d+) .* LOCAL:(\d+)", told.stdout + told.stderr)
+    assert found is not None and found.group(2, 3) == ("0", "0")
+    assert int(found.group(1)) > sum(ranks) / 16 * 4  # two registers a tile of 8 outputs, of which a warp has two
 
 
 @pytest.mark.slow

@@ -101,6 +101,12 @@ def test_float16_stays_finite_where_keys_are_large() -> None:
 # The same bits
 
 
+@pytest.mark.parametrize("shape", ["0.1b", "1.5b"])
+def test_steps_make_low_rank_products_themselves(shape: str) -> None:
+    """Proved at load; a proof that failed would cost speed, and show nowhere else."""
+    assert published(shape)[0].model._keeps_bits  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("shape", "splits", "crowds"), [("0.1b", 110, 70), ("1.5b", 20, 20)])
 def test_splits_and_crowds_of_published_shapes(shape: str, splits: int, crowds: int) -> None:
     runs, trace = published(shape)

@@ -64,7 +64,7 @@ def made_group(name: str, dtype: torch.dtype) -> CudaGroup:
 def layouts(rows: int) -> Sequence[Narrow]:
     """Layouts of the narrow kernel for so many rows: few, for each is compiled."""
     if rows == 1:
-        return Narrow(16, 8, 256, 3), Narrow(8, 8, 256, 6), Narrow(64, 16, 128, 4)
+        return Narrow(16, 8, 256, 3, begin_next=3), Narrow(8, 8, 256, 6), Narrow(64, 16, 128, 4, begin_next=2)
     return (Narrow(16, 8, 256, 3), Narrow(32, 8, 128, 3)) if rows <= 8 else (Narrow(32, 8, 128, 3),)
 
 

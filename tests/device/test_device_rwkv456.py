@@ -83,6 +83,13 @@ def test_logits_states_and_hidden_are_those_of_the_cpu(name: str, dtype: str) ->
     check_answers(found, expected, f"{name} {dtype}", ERRORS[dtype])
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("6", "fp16"), ("6", "bf16")])
+def test_steps_make_low_rank_products_themselves(name: str, dtype: str) -> None:
+    """Proved at load; a proof that failed would cost speed, and show nowhere else."""
+    model: Any = traced(name, dtype)[0].model
+    assert model._keeps_bits and model._keeps_low_bits
+
+
 @every_dtype
 @every_case
 def test_splits_and_crowds_have_the_bits_of_single_steps(name: str, dtype: str) -> None:

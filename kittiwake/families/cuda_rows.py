@@ -241,9 +241,7 @@ class RowBuffer(SentRows):
         slots[:sequences] = piece.slots
         slots[sequences:] = SCRATCH_SLOT
         if shape.is_decode:
-            owners[:] = np.arange(shape.rows)
-            starts[:] = np.arange(shape.rows + 1)
-            want[:] = np.arange(shape.rows)
+            _count(owners, starts, want)
         else:
             owners[:rows] = np.repeat(np.arange(sequences), np.diff(piece.starts))
             owners[rows:] = -1
@@ -266,13 +264,18 @@ class RowBuffer(SentRows):
         rows, size = batch.rows, shape.rows
         if self._holds[self._turn] != shape:
             _, owners, starts, _, want = split_parts(tensor.numpy(), _sizes(shape))
-            starts[:] = _COUNTING[: size + 1]
-            owners[:] = want[:] = _COUNTING[:size]
+            _count(owners, starts, want)
             self._holds[self._turn] = shape
         ids[:rows], slots[:rows] = batch.token_ids, batch.slots
         if rows < size:
             ids[rows:], slots[rows:] = 0, SCRATCH_SLOT
         sent.copy_(given, non_blocking=True)
+
+
+def _count(owners: np.ndarray, starts: np.ndarray, want: np.ndarray) -> None:
+    """A row a sequence, all wanted."""
+    owners[:] = want[:] = _COUNTING[: len(owners)]
+    starts[:] = _COUNTING[: len(starts)]
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int, int, int]:

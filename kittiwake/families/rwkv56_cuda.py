@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from kittiwake.checkpoints.reader import TensorSource
-from kittiwake.device import on_its_card
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec
 from kittiwake.families.contract import ModelConfig
@@ -18,10 +16,9 @@ from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv_cpu import Change
 from kittiwake.families.rwkv_cuda import GatedCuda, GatedCudaLayer
 from kittiwake.families.rwkv_time_state import initial_matrix_state
-from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.layers.cuda_probe import keeps_bits_inside
 from kittiwake.ops.wkv6.cuda import LOW_ROWS, Kind, kernels
-from kittiwake.progress import Progress
 
 
 class MatrixCudaLayer(GatedCudaLayer):
@@ -59,7 +56,7 @@ class MatrixCuda(GatedCuda[MatrixCudaLayer]):
         self._group_eps = float(config.extra["group_norm_eps"])
         self._wkv = kernels(config.width // self._heads, self.element, kind)
         self._keeps_low_bits = True
-        """Of steps that make the decay's low-rank product themselves: proved on the card, see :meth:`warm_up`."""
+        """Of steps that make the decay's low-rank product themselves: proved on the card, see :meth:`prove`."""
 
     def output(self, layer: MatrixCudaLayer) -> CudaGroup:
         """See :class:`GatedCuda`."""
@@ -96,37 +93,30 @@ class MatrixCuda(GatedCuda[MatrixCudaLayer]):
         given_states = (layer.head_vectors, state, rows.starts, rows.slots)
         self._wkv.prompt(projected, low, *given_states, made, scanned, out, eps=eps, overlap=overlap)
 
-    @on_its_card
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def prove(self) -> None:
         """See :class:`CudaModel`; steps make a low-rank product themselves where that has the bits of launches apart here."""
-        super().warm_up(progress)
-        if self._is_on_card:
-            with self._lock, exact_products(self.place):
-                self._keeps_low_bits = self._has_low_bits_of_launches_apart()
+        super().prove()
+        self._keeps_low_bits = self._has_low_bits_of_launches_apart()
 
     def _has_low_bits_of_launches_apart(self) -> bool:
         """Of a step from random states."""
-        layer, width, heads = self._layer_list[0], self.width, self._heads
+        layer = self._layer_list[0]
         up = layer.decay_up
         if up is None or not self._wkv.can_take_low(up.products[0].depth, 1):
             return True  # they never do
         product = up.products[0]
-        settings: dict[str, Any] = {"eps": self._group_eps, "overlap": self.overlap}
 
         def run(projected: torch.Tensor, low: torch.Tensor | None) -> list[torch.Tensor]:
-            rows = len(projected)
-            draw = partial(torch.randn, generator=torch.Generator(self.place).manual_seed(rows), device=self.place)
-            vectors, state = draw(4, width), draw(rows, heads, width // heads, width // heads)
-            slots = torch.arange(rows, dtype=torch.int32, device=self.place)
-            out = torch.full((rows, width), torch.nan, dtype=self.element, device=self.place)
+            vectors, state, slots, out = self._wkv.random_step(len(projected), layer.head_vectors)
             given = (vectors, state, slots, out)
+            settings: dict[str, Any] = {"eps": self._group_eps, "overlap": self.overlap}
             if low is None:
                 self._wkv.decode_low(projected, up.weight, product.input_column, product.depth, *given, **settings)
             else:
                 self._wkv.decode(projected, low, *given, **settings)
             return [out, state]
 
-        return keeps_bits_inside(up, layer.projections.columns, LOW_ROWS, run)
+        return keeps_bits_inside(up, LOW_ROWS, run)
 
     def wkv_state(self, states: CudaStateTable, index: int) -> torch.Tensor:
         """The matrices of a layer, [S, H, K, V]."""

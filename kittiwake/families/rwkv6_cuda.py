@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from kittiwake.device import on_its_card
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec
 from kittiwake.families.contract import ModelConfig
@@ -13,11 +12,10 @@ from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv6_names import CHANNEL_MIXES, MIXES, PRODUCTS, Sizes
 from kittiwake.families.rwkv56_cuda import MatrixCuda, MatrixCudaLayer
 from kittiwake.families.rwkv_cuda import LayerShift
-from kittiwake.layers.cuda_linear import CudaProduct, exact_products, same_bits
+from kittiwake.layers.cuda_linear import CudaProduct, same_bits
 from kittiwake.ops.dynamic_mix.cuda import LOW_ROWS, can_take_low, close_mix_low
 from kittiwake.ops.dynamic_mix.triton import close_mix
 from kittiwake.ops.wkv6.cuda import Kind
-from kittiwake.progress import Progress
 
 _PROVED_AT = (1, 7, 8, 9, 31, LOW_ROWS)
 """Rows at which the mix that makes its low-rank products itself is compared with the launches apart."""
@@ -54,7 +52,7 @@ class Rwkv6Cuda(MatrixCuda):
     ) -> None:
         self._sizes = sizes
         self._keeps_bits = True
-        """Of the mix that makes its low-rank products itself: proved on the card, see :meth:`warm_up`."""
+        """Of the mix that makes its low-rank products itself: proved on the card, see :meth:`prove`."""
         super().__init__(config, spec, dtype, Kind(True, True), place=place)
 
     def make_layer(self, index: int) -> _Layer:
@@ -99,13 +97,10 @@ class Rwkv6Cuda(MatrixCuda):
         layer.mix_up(down, low, overlap=self.overlap)
         close_mix(kept, low, mixes, mixed, overlap=self.overlap)
 
-    @on_its_card
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def prove(self) -> None:
         """See :class:`CudaModel`; the mix makes its products itself where that has the bits of the launches apart here."""
-        super().warm_up(progress)
-        if self._is_on_card:
-            with self._lock, exact_products(self.place):
-                self._keeps_bits = all(self._has_bits_of_launches_apart(rows) for rows in _PROVED_AT)
+        super().prove()
+        self._keeps_bits = all(self._has_bits_of_launches_apart(rows) for rows in _PROVED_AT)
 
     def _has_bits_of_launches_apart(self, rows: int) -> bool:
         """Of the first layer's mix, on random rows."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from kittiwake.checkpoints.reader import TensorSource
-from kittiwake.device import on_its_card
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateSpec
 from kittiwake.families.contract import ModelConfig
@@ -18,12 +16,11 @@ from kittiwake.families.cuda_model import Copies, CudaModel
 from kittiwake.families.cuda_rows import Rows
 from kittiwake.families.rwkv7_names import MIXES, RANKS, Sizes, ranks_of
 from kittiwake.families.rwkv_time_state import initial_matrix_state
-from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct, exact_products
+from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
 from kittiwake.layers.cuda_probe import keeps_bits_inside
 from kittiwake.ops.head_kernels import LOW_ROWS
 from kittiwake.ops.shift_mix.triton import commit_shifts, shift_mix
 from kittiwake.ops.wkv7.cuda import kernels
-from kittiwake.progress import Progress
 
 LOW_RANKS = ("decay", "iclr", "gate", "value_residual")
 """In the order of their columns, which the kernels know."""
@@ -98,7 +95,7 @@ class Rwkv7Cuda(CudaModel):
         self._by_name = {p.name: g for g in self.groups for p in g.products}
         self._wkv = kernels(sizes.head_size, self.element)
         self._keeps_bits = True
-        """Of steps that make low-rank products themselves: proved on the card, see :meth:`warm_up`."""
+        """Of steps that make low-rank products themselves: proved on the card, see :meth:`prove`."""
 
     @property
     def groups(self) -> Iterator[CudaGroup]:
@@ -114,31 +111,22 @@ class Rwkv7Cuda(CudaModel):
             _, layer, rest = name.split(".", 2)
             self._layer_list[int(layer)].vector_rows[rest].copy_(tensor)
 
-    @on_its_card
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def prove(self) -> None:
         """See :class:`CudaModel`; steps make low-rank products themselves where that has the bits of launches apart here."""
-        super().warm_up(progress)
-        if self._is_on_card:
-            with self._lock, exact_products(self.place):
-                self._keeps_bits = all(self._has_bits_of_launches_apart(first) for first in (True, False))
+        self._keeps_bits = all(self._has_bits_of_launches_apart(index) for index in (0, -1))
 
-    def _has_bits_of_launches_apart(self, is_first: bool) -> bool:
-        """Of a step of the first layer, or of another, from random states."""
-        layer = self._layer_list[0 if is_first else -1]
-        is_first = layer is self._layer_list[0]
+    def _has_bits_of_launches_apart(self, index: int) -> bool:
+        """Of a step of one layer, from random states."""
+        layer = self._layer_list[index]
         depths = [product.depth for product in layer.low_rank.products]
         if not self._wkv.can_take_low(depths, 1):
             return True  # they never do
-        sizes, width = self._sizes, self.width
+        is_first = layer is self._layer_list[0]
         settings: dict[str, Any] = {"first_layer": is_first, "eps": self._group_eps, "overlap": self.overlap}
 
         def run(projected: torch.Tensor, low: torch.Tensor | None) -> list[torch.Tensor]:
-            rows = len(projected)
-            draw = partial(torch.randn, generator=torch.Generator(self.place).manual_seed(rows), device=self.place)
-            vectors, v_first = draw(len(VECTORS), width), draw(rows, width).to(self.element)
-            state = draw(rows, sizes.heads, sizes.head_size, sizes.head_size)
-            slots = torch.arange(rows, dtype=torch.int32, device=self.place)
-            out = torch.full((rows, width), torch.nan, dtype=self.element, device=self.place)
+            vectors, state, slots, out = self._wkv.random_step(len(projected), layer.vectors)
+            v_first = projected[:, : self.width].clone()  # any numbers
             given = (v_first, vectors, state, slots, out)
             if low is None:
                 self._wkv.decode_low(projected, layer.low_rank.weight, layer.low_rank.lines, depths, *given, **settings)
@@ -146,7 +134,7 @@ class Rwkv7Cuda(CudaModel):
                 self._wkv.decode(projected, low, *given, **settings)
             return [out, state, v_first]
 
-        return keeps_bits_inside(layer.low_rank, layer.projections.columns, LOW_ROWS, run)
+        return keeps_bits_inside(layer.low_rank, LOW_ROWS, run)
 
     def initial_state(self, source: TensorSource, *, transpose: bool = False) -> dict[str, np.ndarray]:
         """A tuned initial state; see :class:`kittiwake.families.contract.Model`."""

@@ -168,25 +168,18 @@ def _proved(group: CudaGroup, picks: Picks, out_dtype: torch.dtype, most_rows: i
 
 
 def keeps_bits_inside(
-    group: CudaGroup,
-    columns: int,
-    most_rows: int,
-    run: Callable[[torch.Tensor, torch.Tensor | None], Sequence[torch.Tensor]],
+    group: CudaGroup, most_rows: int, run: Callable[[torch.Tensor, torch.Tensor | None], Sequence[torch.Tensor]]
 ) -> bool:
     """Whether a kernel that makes the products of a group itself has the bits of the in-order kernel in front of another.
 
-    ``run(x, None)`` is to run the first on x [M, ``columns``], ``run(x, made)`` the second on the products made, both from
-    the same states; it gives all that they write. Tried for 1 to ``most_rows`` rows, on sums that tell their order.
+    ``run(x, None)`` is to run the first on x [M, *], ``run(x, made)`` the second on the products made, both from the same
+    states; it gives all that they write. Tried for 1 to ``most_rows`` rows, on sums that tell their order.
     """
-    place = group.weight.device
-    generator = torch.Generator(place).manual_seed(11)
     with _telling_weights(group):
         for rows in range(1, most_rows + 1):
-            room = torch.randn((rows, padded_row(columns)), generator=generator, device=place).to(group.dtype)
-            made = torch.full((rows, padded_row(group.columns)), torch.nan, dtype=group.dtype, device=place)
-            x, made = room[:, :columns], made[:, : group.columns]
+            x, made = _trial(group, group.dtype, rows)
             _make_telling(group, x)
-            group.run(group.in_order(rows), x, made, overlap=can_overlap(place))
+            group.run(group.in_order(rows), x, made, overlap=can_overlap(group.weight.device))
             try:
                 if not all(map(same_bits, run(x, None), run(x, made))):
                     return False

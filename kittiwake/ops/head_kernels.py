@@ -141,6 +141,18 @@ class HeadKernels:
         """Float32 values a row that prompts need in ``made``."""
         return heads * self._vectors * self.padded
 
+    def random_step(
+        self, rows: int, vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For proofs: random vectors like a layer's [*, C], states and slots of so many sequences, and room [rows, C] for
+        what a step makes. The same for the same number of rows."""
+        place, width = vectors.device, vectors.shape[1]
+        generator = torch.Generator(place).manual_seed(rows)
+        state = torch.empty((rows, width // self.head_size, self.head_size, self.head_size), device=place)
+        out = torch.full((rows, width), torch.nan, dtype=self.dtype, device=place)
+        drawn = [torch.empty_like(like).normal_(generator=generator) for like in (vectors, state)]
+        return drawn[0], drawn[1], torch.arange(rows, dtype=torch.int32, device=place), out
+
     def _kernel(self, name: str, shared_bytes: int = 0, more: tuple[str, ...] = ()) -> CudaKernel:
         return CudaKernel(self._source, name, (*self._defines, *more), shared_bytes=shared_bytes)
 
@@ -151,10 +163,10 @@ class HeadKernels:
         kernel, begin_next = self._decode, BEGIN_NEXT
         if depths:
             begin_next = LOW_BEGIN_NEXT
-            padded = padded_depths(depths)
-            if padded not in self._low:
-                self._low[padded] = self._kernel("decode_low", low_bytes(self.head_size, padded), low_defines(padded))
-            kernel = self._low[padded]
+            key = tuple(depths)
+            if key not in self._low:
+                self._low[key] = self._kernel("decode_low", low_bytes(self.head_size, key), low_defines(key))
+            kernel = self._low[key]
         rows, width = out.shape
         kernel((width // self.head_size, rows, 1), 2 * self.padded, (*given, begin_next), overlap=overlap)
 

@@ -19,7 +19,18 @@ from kittiwake.bench.shapes import random_rwkv7, small
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable
 from kittiwake.engine.states import StateTable
-from kittiwake.families import rwkv4, rwkv4_cuda, rwkv5, rwkv5_cuda, rwkv6, rwkv6_cuda, rwkv7, rwkv7_cuda, rwkv56_cuda
+from kittiwake.families import (
+    cuda_model,
+    rwkv4,
+    rwkv4_cuda,
+    rwkv5,
+    rwkv5_cuda,
+    rwkv6,
+    rwkv6_cuda,
+    rwkv7,
+    rwkv7_cuda,
+    rwkv56_cuda,
+)
 from kittiwake.families.contract import Model, ModelConfig
 from kittiwake.families.cuda_model import CudaModel
 from kittiwake.families.registry import recognise
@@ -152,10 +163,17 @@ def test_steps_make_low_rank_products_themselves_where_that_keeps_the_bits(
 
     def keeps_them() -> list[bool]:
         if name == INSIDE[1]:
-            return [model._has_bits_of_launches_apart(first) for first in (True, False)]
+            return [model._has_bits_of_launches_apart(index) for index in (0, -1)]
         return [model._has_low_bits_of_launches_apart()]
 
     assert not any(keeps_them())  # the interpreter adds in another order than the emulated instructions
+    proof = "_keeps_bits" if name == INSIDE[1] else "_keeps_low_bits"
+    for kept in {"_keeps_bits", proof}:
+        monkeypatch.setattr(model, kept, True)
+    monkeypatch.setattr(model, "_is_on_card", True)
+    monkeypatch.setattr(cuda_model, "pick_products", lambda *_, **__: None)
+    model.warm_up()
+    assert not getattr(model, proof)
     monkeypatch.setattr(narrow, "CudaKernel", EmulatedKernel)
     narrow._product.cache_clear()
     monkeypatch.setattr(CudaGroup, "in_order", lambda group, rows: Choice("narrow", narrow.Narrow()))

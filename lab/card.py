@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ import torch
 
 from kittiwake.bench.machine import machine_line
 from kittiwake.device import usable_cores
-from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks
-from kittiwake.ops.matmul.cuda import Narrow
 
 Launch = Callable[[], object]
 L2_BYTES = 128 * 2**20
@@ -87,15 +86,15 @@ def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"ok": False, "error": f"{type(err).__name__}: {str(err)[:300]}"}
 
 
-def untuned(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
-    """Instead of timing products: a kind for each row count by rule, the narrow kernel, tiles, the library."""
-    group, choices = same[0], []
-    for most in ROW_LIMITS:
-        choice = Choice("narrow", Narrow()) if most <= 8 else Choice("library")
-        if 8 < most <= 64 or not group.can_run(choice, out_dtype):
-            choice = group.in_order(most)
-        choices.append(choice)
-    return Picks(tuple(choices), "not measured")
+def each_once(works: Sequence[Launch]) -> None:
+    """Run each, side by side, so that what it launches is compiled; one that cannot run is told where it is wanted."""
+
+    def once(work: Launch) -> None:
+        with torch.cuda.device(0), suppress(Exception):
+            work()
+
+    with ThreadPoolExecutor(min(16, usable_cores())) as pool:
+        list(pool.map(once, works))
 
 
 def captured(launches: Sequence[Launch]) -> Launch:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
-from card import attempted, untuned
+from card import attempted
 from safetensors.torch import save_file
 
 from kittiwake.bench.floors import Ceilings, Demand, measure_ceilings
@@ -48,6 +48,7 @@ from kittiwake.families.qwen4exp.cuda_model import Qwen4ExpCuda
 from kittiwake.families.qwen4exp.geometry import Geometry
 from kittiwake.layers import cuda_probe
 from kittiwake.load import load_model, load_source
+from tests.device.untuned import untuned
 from tests.families.qwen4exp_cases import CASES, ids_of
 from tests.oracles.measure import relative_error
 

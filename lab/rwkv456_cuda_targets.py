@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
-from card import attempted, untuned
+from card import attempted
 
 from kittiwake.bench.machine import machine_line
 from kittiwake.bench.random import load_random
@@ -37,6 +37,7 @@ from kittiwake.families.cuda_rows import cut, shape_of
 from kittiwake.layers import cuda_probe
 from kittiwake.load import load_tensors
 from tests.device.runs import Runs
+from tests.device.untuned import untuned
 from tests.oracles import rwkv4_float64, rwkv6_float64
 from tests.oracles.measure import relative_error
 

@@ -10,9 +10,8 @@ Then whole steps, with every layout and moment to let the next kernel begin; bit
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any, cast
 
 import torch
 import triton
-from card import Launch, Report, medians_us
+from card import Launch, Report, each_once, medians_us
 
 from kittiwake.bench.random import load_random
 from kittiwake.config import EngineConfig
-from kittiwake.device import usable_cores
 from kittiwake.engine.batch import Batch
 from kittiwake.families import rwkv7_cuda, rwkv_cuda
 from kittiwake.layers.cuda_linear import CudaGroup, exact_products, same_bits
@@ -214,7 +212,7 @@ def steps(report: Report, shape: str) -> None:
     layouts = [
         layout for layout in LAYOUTS if width % layout.bk == 0 and triton.next_power_of_2(width) >= layout.bn * 32
     ]
-    compiled(layouts, width)
+    each_once([partial(kernel, layout, width, is_tree) for layout in layouts for is_tree in (True, False)])
     report.say(f"{shape}: compiled")
     with exact_products():
         is_tree = order_of_sums(report, shape, model)
@@ -245,18 +243,6 @@ def steps(report: Report, shape: str) -> None:
     report.put("steps", shape, taken)
     states.graphs.clear()
     states.pool = None
-
-
-def compiled(layouts: Sequence[Narrow], width: int) -> None:
-    """Compile what is run at a width, side by side; what cannot be is told where it is run."""
-
-    def once(work: Callable[[], object]) -> None:
-        with torch.cuda.device(0), suppress(Exception):
-            work()
-
-    works = [partial(kernel, layout, width, is_tree) for layout in layouts for is_tree in (True, False)]
-    with ThreadPoolExecutor(min(16, usable_cores())) as pool:
-        list(pool.map(once, works))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,8 +4,8 @@
 
 Kernels that are fast alone can leave the one behind them no room to begin early, and the other way round. For a shape and a
 number of requests every place of a layer is tried in turn with every layout in the step itself, and keeps the fastest; bits
-are compared with those of the picks that were there. fp16. ``picks`` of the document are what was better, by shape and limit.
-So it is tried when each kind of kernel lets the next one begin, before each pass and at the end.
+are compared with those of the picks that were there. fp16. When each kind of kernel lets the next one begin is tried likewise,
+before each pass and at the end. ``picks`` of the document are what was better, by shape and limit.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
-from card import Report
+from card import Report, each_once
 
 from kittiwake.bench.random import load_random
 from kittiwake.config import EngineConfig
-from kittiwake.device import usable_cores
 from kittiwake.engine.batch import Batch
 from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, exact_products
 from kittiwake.layers.cuda_probe import _document, _trial
@@ -124,9 +122,9 @@ class Step:
 
 def candidates(group: CudaGroup, out_dtype: torch.dtype, rows: int) -> list[Choice]:
     """What can serve a place; narrow products let the next kernel begin when the one that serves it does."""
-    size, kept = 1 if rows == 1 else 8, group.picks.choice(rows).layout
+    size, kept = 1 if rows == 1 else 8, group.picks.choice(rows)
     narrow = [one for one in NARROW if one.shared_bytes(size) <= MOST_SHARED] if rows <= 8 else SHARING
-    found = [Choice("narrow", replace(one, begin_next=getattr(kept, "begin_next", 1))) for one in narrow]
+    found = [begun(Choice("narrow", one), begin_next_of(kept)) for one in narrow]
     found = [one for one in found if out_dtype == group.dtype or cast(Narrow, one.layout).bn >= 32]  # the head is wide
     found += [Choice("tile", Config(*one)) for one in TILES.get(rows, ())]
     found += [Choice("library")] if rows in group.picks.library_rows else []
@@ -147,12 +145,8 @@ def compiled(step: Step) -> None:
         some = candidates(group, out_dtype, step.rows)
         works += [partial(group.run, choice, given, out, overlap=True) for choice in some]
 
-    def once(work: Callable[[], None]) -> None:
-        with torch.cuda.device(0), suppress(Exception):
-            work()
-
-    with exact_products(), ThreadPoolExecutor(min(16, usable_cores())) as pool:
-        list(pool.map(once, works))
+    with exact_products():
+        each_once(works)
     torch.cuda.synchronize()
 
 
@@ -163,16 +157,16 @@ def search(report: Report, case: str, runs: Runs, rows: int, passes: int) -> Non
     compiled(step)
     report.say(f"{name}: compiled")
     wanted = step.logits()
-    first = best = step.time_us(60)
+    first = step.time_us(60)
     changed: dict[str, Choice] = {}
     fastest: dict[str, list[Choice]] = {}
     for turn in range(passes):
-        best = min(best, moments(report, f"{name}, pass {turn + 1}", step, changed, wanted))
+        moments(report, f"{name}, pass {turn + 1}", step, changed, wanted)
         for place in step.places:
             group = step.groups(place)[-1]
             kept = group.picks.choice(rows)
             tried: dict[Choice, float] = {}
-            known = [_begun(choice, kept) for choice in fastest.get(place, ())]
+            known = [begun(choice, begin_next_of(kept)) for choice in fastest.get(place, ())]
             for choice in known or candidates(group, out_dtype_of(place), rows):
                 step.put(place, choice)
                 with suppress(RuntimeError):
@@ -190,7 +184,6 @@ def search(report: Report, case: str, runs: Runs, rows: int, passes: int) -> Non
                     here, kept = taken, choice
                     changed[place] = choice
             step.put(place, kept)
-            best = min(best, here)
             report.say(f"{name}, pass {turn + 1}, {place}: {kept}, {here:.0f} µs")
             shown = {str(choice): round(us, 1) for choice, us in sorted(tried.items(), key=lambda item: item[1])}
             report.put("tried", f"{name}, pass {turn + 1}, {place}", shown)
@@ -221,7 +214,11 @@ def joint(
 ) -> None:
     """Random moves of two or three places at once, among the fastest layouts of each and other moments to begin the next."""
     draw, until = random.Random(1), time.perf_counter() + JOINT_SECONDS
-    top = {place: [*some[:8], *map(_begun_otherwise, some[:3])] for place, some in fastest.items() if place != "head"}
+    top = {
+        place: [*some[:8], *(begun(choice, 1 if begin_next_of(choice) == 3 else 3) for choice in some[:3])]
+        for place, some in fastest.items()
+        if place != "head"
+    }
     step.logits()
     best, tried, taken = step.time_us(80), 0, 0
     while time.perf_counter() < until:
@@ -244,28 +241,22 @@ def joint(
     report.say(f"{name}: {tried} moves of several places, {taken} taken, {step.time_us(60):.0f} µs")
 
 
-def _begun_otherwise(choice: Choice) -> Choice:
-    """A narrow product that lets the next kernel begin when its inputs are there instead of at once, or the other way round."""
-    if choice.kind != "narrow":
+def begin_next_of(choice: Choice) -> int:
+    """When a choice lets the next kernel begin, see :class:`Narrow`."""
+    return choice.layout.begin_next if isinstance(choice.layout, Narrow) else 1
+
+
+def begun(choice: Choice, begin_next: int) -> Choice:
+    """The same that lets the next kernel begin at another moment, where it is a narrow product."""
+    if not isinstance(choice.layout, Narrow):
         return choice
-    layout = cast(Narrow, choice.layout)
-    return replace(choice, layout=replace(layout, begin_next=1 if layout.begin_next == 3 else 3))
+    return replace(choice, layout=replace(choice.layout, begin_next=begin_next))
 
 
-def _begun(choice: Choice, like: Choice) -> Choice:
-    """A choice that lets the next kernel begin when another does, where both are narrow products."""
-    if choice.kind != "narrow" or like.kind != "narrow":
-        return choice
-    return replace(choice, layout=replace(cast(Any, choice.layout), begin_next=cast(Narrow, like.layout).begin_next))
-
-
-def moments(report: Report, name: str, step: Step, changed: dict[str, Choice], wanted: torch.Tensor) -> float:
-    """Every kind of kernel in turn lets the next begin when that is fastest. The step's median µs."""
-    step.logits()
-    best = step.time_us(60)
+def moments(report: Report, name: str, step: Step, changed: dict[str, Choice], wanted: torch.Tensor) -> None:
+    """Every kind of kernel in turn lets the next begin when that is fastest."""
 
     def tried(set_to: Callable[[int], None], values: Sequence[int], kept: int, kind: str) -> int:
-        nonlocal best
         found = {}
         for value in values:
             set_to(value)
@@ -276,27 +267,24 @@ def moments(report: Report, name: str, step: Step, changed: dict[str, Choice], w
             chosen = kept
         set_to(chosen)
         step.logits()
-        best = step.time_us(60)
-        report.say(f"{name}, {kind}: {found}, {chosen}: {best:.0f} µs")
+        report.say(f"{name}, {kind}: {found}, {chosen}: {step.time_us(60):.0f} µs")
         report.put("moments", f"{name}, {kind}", found)
         return chosen
 
-    if step.rows <= LOW_ROWS and LOW_MOMENTS:
+    if step.rows <= LOW_ROWS:
         set_low = partial(setattr, head_kernels, "LOW_BEGIN_NEXT")
         tried(set_low, LOW_MOMENTS, head_kernels.LOW_BEGIN_NEXT, "time mix")
     for place in step.places:
         choice = step.groups(place)[-1].picks.choice(step.rows)
         if choice.kind != "narrow" or place == "head":
             continue
-        layout = cast(Narrow, choice.layout)
 
-        def put(value: int, place: str = place, choice: Choice = choice, layout: Narrow = layout) -> None:
-            step.put(place, replace(choice, layout=replace(layout, begin_next=value)))
+        def put(value: int, place: str = place, choice: Choice = choice) -> None:
+            step.put(place, begun(choice, value))
 
-        chosen = tried(put, MOMENTS, layout.begin_next, place)
-        if chosen != layout.begin_next:
-            changed[place] = replace(choice, layout=replace(layout, begin_next=chosen))
-    return best
+        chosen = tried(put, MOMENTS, begin_next_of(choice), place)
+        if chosen != begin_next_of(choice):
+            changed[place] = begun(choice, chosen)
 
 
 @cache

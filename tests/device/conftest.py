@@ -7,7 +7,7 @@ most of the time goes into compiling kernels: tests of one model are then run by
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,22 +73,11 @@ def _untuned() -> Iterator[None]:
     from kittiwake.engine import states
     from kittiwake.families.qwen4exp import cuda_model
     from kittiwake.layers import cuda_probe
-    from kittiwake.layers.cuda_linear import ROW_LIMITS, Choice, CudaGroup, Picks
-    from kittiwake.ops.matmul.cuda import Narrow
-
-    def pick(same: Sequence[CudaGroup], out_dtype: torch.dtype) -> Picks:
-        group = same[0]
-        choices = []
-        for most in ROW_LIMITS:
-            choice = Choice("narrow", Narrow()) if most <= 8 else Choice("library")
-            if 8 < most <= 64 or not group.can_run(choice, out_dtype):
-                choice = group.in_order(most)
-            choices.append(choice)
-        return Picks(tuple(choices), "not measured")
+    from tests.device.untuned import untuned
 
     free = states._free_on_card
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_probe, "_tune", pick)
+        patch.setattr(cuda_probe, "_tune", untuned)
         patch.setattr(cuda_probe, "_keep", lambda *_: None)
         patch.setattr(cuda_model, "WARMING", (1, 3, 16, 64))  # the rest is compiled where a test needs it
         patch.setattr(states, "_free_on_card", lambda place: min(free(place), 2 * MOST_GROWING_BYTES))

@@ -27,7 +27,6 @@ from tests.ops.without_card import (
     HEADS,
     MOST_SHARED,
     TILINGS_BY_CARD,
-    _optimised_little,  # noqa: F401  a fixture
     built,
     cards,
     needs_nvrtc,
@@ -137,7 +136,7 @@ def test_narrow_products_compile(capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_optimised_little")
+@pytest.mark.usefixtures("optimised_little")
 @needs_nvrtc
 def test_every_layout_that_is_tried_compiles_and_fits_a_card() -> None:
     for rows, config in narrow_layouts():
@@ -178,7 +177,7 @@ def test_weights_of_low_rank_products_wait_in_registers(ranks: tuple[int, ...], 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_optimised_little")
+@pytest.mark.usefixtures("optimised_little")
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "place"), TILINGS_BY_CARD)
 def test_every_tiling_of_the_scan_compiles(capability: int, place: int) -> None:

@@ -21,7 +21,6 @@ from tests.ops.without_card import (
     DTYPES,
     HEADS,
     TILINGS_BY_CARD,
-    _optimised_little,  # noqa: F401  a fixture
     built,
     cards,
     needs_nvrtc,
@@ -99,7 +98,7 @@ def test_wkv6_compiles_for_hostile_heads(head_size: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_optimised_little")
+@pytest.mark.usefixtures("optimised_little")
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "place"), TILINGS_BY_CARD)
 def test_every_tiling_of_wkv6_compiles(capability: int, place: int) -> None:
@@ -110,7 +109,7 @@ def test_every_tiling_of_wkv6_compiles(capability: int, place: int) -> None:
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.usefixtures("_optimised_little")
+@pytest.mark.usefixtures("optimised_little")
 def test_every_float32_layout_compiles() -> None:
     for sizes in FLOAT32_LAYOUTS:
         layout = float32.Plain(*sizes)

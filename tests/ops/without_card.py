@@ -36,12 +36,6 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def _optimised_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC says whether a source compiles in a third of the time: for layouts of a source whose code is made elsewhere."""
-    monkeypatch.setattr(nvrtc, "_FLAGS", (*nvrtc._FLAGS, "--Ofast-compile=max"))
-
-
 def run_interpreted(tests: Path, *more: str) -> None:
     """Run a file of tests in Triton's interpreter, in a process of its own: Triton reads the variable when it is imported."""
     # the interpreter computes in numpy, which warns where a card gives infinity

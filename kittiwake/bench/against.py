@@ -1,7 +1,8 @@
 """Our model and its peers at the same cases, in turns: A B, B A.
 
 Each side runs under its own process-wide settings, put in force and taken back outside the clock. A peer first has to
-give our logits, within what its type can hold: a program that computes something else is no comparison.
+give our logits, within what its type can hold: a program that computes something else is no comparison. Stdout is not a
+peer's: what it prints, or a compiler that it starts, goes to stderr.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kittiwake.bench.peers.registry import PEERS, flags_of
 from kittiwake.bench.subject import Subject
 from kittiwake.bench.timing import Effort, Figures, PeerFigures, Timed, interleaved_ms, median_ms, timed
 from kittiwake.progress import Progress
+from kittiwake.stdout import stdout_on_stderr
 
 PEER_EFFORT = Effort(least=4, most=100, budget_s=2.0)
 _MOST_DIFFERENCE = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -51,9 +53,10 @@ def compare(
     for done, name in enumerate(names):
         if progress is not None:
             progress("comparing with peers", done, len(names))
-        for index, found in enumerate(_run_peer(name, subject, rows, task, seed, effort)):
-            rows[index] = replace(rows[index], peers=(*rows[index].peers, found))
-        _release(task.device)
+        with stdout_on_stderr():
+            for index, found in enumerate(_run_peer(name, subject, rows, task, seed, effort)):
+                rows[index] = replace(rows[index], peers=(*rows[index].peers, found))
+            _release(task.device)
     if progress is not None:
         progress("comparing with peers", len(names), len(names))
     return rows

@@ -13,6 +13,7 @@ from kittiwake.cli.options import FILE, engine_config, engine_options, json_opti
 from kittiwake.cli.output import ProgressBars, emit_json, percent
 from kittiwake.device import is_busy
 from kittiwake.errors import OutputError, UsageError
+from kittiwake.stdout import stdout_on_stderr
 
 if TYPE_CHECKING:
     from kittiwake.config import EngineConfig
@@ -76,7 +77,7 @@ def lambada(
         check_run_file(save)
     if reference is not None and batch > 1:
         raise UsageError(f"--batch {batch} with --reference: a reference answers one passage at a time")
-    with ProgressBars() as progress, _open(model, tokenizer, config, reference, progress) as llm:
+    with stdout_on_stderr(), ProgressBars() as progress, _open(model, tokenizer, config, reference, progress) as llm:
         busy = is_busy()
         answers = _collect(answer_passages(llm, passages, batch=batch, bos=bos, progress=progress), out)
         run = None if save is None else _run(llm, model, passages, answers, bos, batch, busy or is_busy(), progress)

@@ -6,16 +6,18 @@ import ast
 import inspect
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import nullcontext
+from functools import lru_cache, wraps
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from kittiwake import config as config_module
 from kittiwake.config import DEVICES, DTYPES, EngineConfig
 from kittiwake.device import usable_cores
+from kittiwake.stdout import stdout_on_stderr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,9 +98,15 @@ def tokenizer_option(function: F) -> F:
 
 
 def json_option(function: F) -> F:
-    """--json: one document on stdout, nothing else there."""
+    """--json: one document on stdout, nothing else there, whoever writes."""
+
+    @wraps(function)
+    def command(*args: Any, as_json: bool, **options: Any) -> Any:
+        with stdout_on_stderr() if as_json else nullcontext():
+            return function(*args, as_json=as_json, **options)
+
     return click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout, all else on stderr")(
-        function
+        cast(F, command)
     )
 
 

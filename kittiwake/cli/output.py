@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kittiwake.stdout import answer_stream
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
@@ -21,7 +23,7 @@ PLAIN_LINE_EVERY_S = 5.0
 
 def emit_json(document: object) -> None:
     """Write one JSON document to stdout. ASCII, so that no terminal or pipe can refuse a character of it."""
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
+    click.echo(json.dumps(document, indent=2, allow_nan=False), file=answer_stream())
 
 
 def note(text: str) -> None:
@@ -183,6 +185,7 @@ def _new_bars() -> Bars:
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        redirect_stdout=False,  # who leads stdout elsewhere puts it back in an order of their own
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import io
 import os
 import re
 import sys
@@ -38,6 +37,7 @@ from kittiwake.families.contract import Family, ModelConfig
 from kittiwake.families.registry import recognise
 from kittiwake.load import bundle_family, bundle_tokenizer, find_tokenizer, packaged_model
 from kittiwake.progress import Progress
+from kittiwake.stdout import stdout_on_stderr
 from kittiwake.text.tokenizer import Prompt, Tokenizer, load_tokenizer
 
 REFERENCES = ("transformers", "rwkv")
@@ -179,7 +179,7 @@ class RwkvPackage:
         if "rwkv.model" in sys.modules and os.environ.get("RWKV_V7_ON", "0") != wanted:
             raise UsageError("the rwkv package serves RWKV-7 or older models, not both in one process")
         os.environ["RWKV_V7_ON"] = wanted
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells its settings, which would end up in the answer
+        with stdout_on_stderr():  # it tells its settings, which would end up in the answer
             library = _library("rwkv.model", "rwkv")
             with _as_pth(weights) as path:
                 self._model = library.RWKV(str(path.with_suffix("")), f"{device} {dtype}")

@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
-import sys
 import tempfile
-from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,16 +34,15 @@ def open_peer(task: PeerTask) -> Peer:
         raise PeerError("the package rwkv is not installed")
     if task.device != "cpu" and task.shape.head_size != 64:
         raise PeerError(f"its kernels take heads of 64 only, these are {task.shape.head_size}")
-    with redirect_stdout(sys.stderr):
-        module = importlib.import_module(_MODULE)
-        if not hasattr(module, "RWKV_x070"):
-            raise PeerError(f"{_MODULE} was imported before, without RWKV_V7_ON=1")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "model")
-            tensors = {name: task.weights[name].to(task.dtype).cpu() for name in task.weights}
-            torch.save(tensors, path.with_suffix(".pth"))
-            del tensors
-            model = module.RWKV_x070(str(path), f"{task.device} {_DTYPES[task.dtype]}")
+    module = importlib.import_module(_MODULE)
+    if not hasattr(module, "RWKV_x070"):
+        raise PeerError(f"{_MODULE} was imported before, without RWKV_V7_ON=1")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model")
+        tensors = {name: task.weights[name].to(task.dtype).cpu() for name in task.weights}
+        torch.save(tensors, path.with_suffix(".pth"))
+        del tensors
+        model = module.RWKV_x070(str(path), f"{task.device} {_DTYPES[task.dtype]}")
     return RwkvPackage(model, environment(task.device)["RWKV_CUDA_ON"] == "1")
 
 

@@ -8,8 +8,9 @@ peer's: what it prints, or a compiler that it starts, goes to stderr.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -50,22 +51,31 @@ def compare(
 ) -> list[Figures]:
     """The figures with every peer beside them: its own, or the reason why it has none. One peer is loaded at a time."""
     rows = list(figures)
-    for done, name in enumerate(names):
+
+    def tell(turn: int, index: int, piece: str) -> None:
         if progress is not None:
-            progress("comparing with peers", done, len(names))
-        with stdout_on_stderr():
-            for index, found in enumerate(_run_peer(name, subject, rows, task, seed, effort)):
-                rows[index] = replace(rows[index], peers=(*rows[index].peers, found))
+            progress(f"comparing with peers{piece}", turn * len(rows) + index, len(names) * len(rows))
+
+    with stdout_on_stderr():
+        for turn, name in enumerate(names):
+            found = _run_peer(name, subject, rows, task, seed, effort, partial(tell, turn))
+            rows = [replace(row, peers=(*row.peers, peer)) for row, peer in zip(rows, found, strict=True)]
             _release(task.device)
-    if progress is not None:
-        progress("comparing with peers", len(names), len(names))
+    tell(len(names), 0, "")
     return rows
 
 
 def _run_peer(
-    name: str, subject: Subject, figures: Sequence[Figures], task: PeerTask, seed: int, effort: Effort
+    name: str,
+    subject: Subject,
+    figures: Sequence[Figures],
+    task: PeerTask,
+    seed: int,
+    effort: Effort,
+    tell: Callable[[int, str], None],
 ) -> list[PeerFigures]:
     flags = flags_of(name, task.device)
+    tell(0, f": loading {name}")
     try:
         with flags():
             peer = PEERS[name](task)
@@ -73,7 +83,8 @@ def _run_peer(
         return [PeerFigures(name, reason=_reason(err))] * len(figures)
     side = _Side(name, peer, flags, task)
     found = []
-    for one in figures:
+    for index, one in enumerate(figures):
+        tell(index, f": {name} at {one.case}")
         try:
             found.append(_run_case(side, subject, Case(one.batch, one.tokens), seed, effort))
         except Exception as err:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-# Where stderr is no terminal, work that takes longer than this says so, once in as many seconds.
+# Where stderr is no terminal, work that takes longer than this says so, once in as many seconds and at every new piece.
 PLAIN_LINE_EVERY_S = 5.0
 
 
@@ -138,6 +138,7 @@ class ProgressBars:
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
         self._last_line_s = time.monotonic()
+        self._last_line_of = ""
 
     def __enter__(self) -> ProgressBars:
         return self
@@ -150,8 +151,9 @@ class ProgressBars:
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._on_terminal:
             self._draw(what, done, total)
-        elif time.monotonic() - self._last_line_s >= PLAIN_LINE_EVERY_S:
+        elif time.monotonic() - self._last_line_s >= PLAIN_LINE_EVERY_S or self._is_next_piece(what):
             self._last_line_s = time.monotonic()
+            self._last_line_of = what
             note(f"{what}: {_share(done, total)}")
 
     def close(self) -> None:
@@ -161,13 +163,23 @@ class ProgressBars:
             self._bars = None
             self._tasks = {}
 
+    def _is_next_piece(self, what: str) -> bool:
+        """Whether it is another piece of the work that the last line was of: it may be the one that takes long."""
+        return what != self._last_line_of and _work(what) == _work(self._last_line_of)
+
     def _draw(self, what: str, done: int, total: int) -> None:
         if self._bars is None:
             self._bars = _new_bars()
             self._bars.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=total or None)
-        self._bars.update(self._tasks[what], completed=done, total=total or None)
+        work = _work(what)
+        if work not in self._tasks:
+            self._tasks[work] = self._bars.add_task(what, total=total or None)
+        self._bars.update(self._tasks[work], description=what, completed=done, total=total or None)
+
+
+def _work(what: str) -> str:
+    """ "law: alone" → "law"."""
+    return what.partition(": ")[0]
 
 
 def _share(done: int, total: int) -> str:

@@ -107,6 +107,21 @@ def test_a_peer_that_fails_or_computes_something_else_is_named_with_the_reason(
     }
 
 
+def test_progress_names_the_peer_and_the_case(subject: Subject) -> None:
+    told: list[tuple[str, int, int]] = []
+    figures = measure_cases(subject, CASES[:2], 0, ONCE)
+    task = PeerTask(WEIGHTS, WEIGHTS.shape, "cpu", torch.float32)
+    compare(subject, figures, ["fla", "torch"], task, 0, effort=ONCE, progress=lambda *one: told.append(one))
+    head = "comparing with peers"
+    assert told == [
+        (f"{head}: loading fla", 0, 4),
+        (f"{head}: loading torch", 2, 4),
+        (f"{head}: torch at 1x1", 2, 4),
+        (f"{head}: torch at 1x6", 3, 4),
+        (head, 4, 4),
+    ]
+
+
 def test_names_of_peers() -> None:
     assert parse_peers("torch, fla") == ["torch", "fla"]
     for text in ("", "torch,", "vllm", "torch,torch"):

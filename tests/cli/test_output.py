@@ -59,6 +59,30 @@ def test_progress_says_nothing_of_quick_work_and_now_and_then_of_long_work(
     assert lines == ["loading weights: 41 %", "loading weights: 83 %"]
 
 
+def test_the_piece_in_work_is_told_when_it_begins_once_the_work_is_known_to_be_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kittiwake.cli.output.time.monotonic", lambda: now[0])
+    with output.ProgressBars() as progress:
+        for done, (piece, took_s) in enumerate([("quick", 0.1), ("slow", 5.0), ("next", 0.1), ("last", 300.0)]):
+            progress(f"comparing: {piece}", done, 4)
+            now[0] += took_s
+        progress("comparing", 4, 4)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["comparing: next: 50 %", "comparing: last: 75 %", "comparing: 100 %"]
+
+
+def test_pieces_of_one_work_share_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with output.ProgressBars() as progress:
+        progress("comparing: fla at 1x1", 0, 2)
+        progress("comparing: fla at 1x4", 1, 2)
+        assert progress._bars is not None
+        (task,) = progress._bars.tasks
+        assert (task.description, task.completed, task.total) == ("comparing: fla at 1x4", 1, 2)
+
+
 def test_progress_draws_bars_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with output.ProgressBars() as progress:

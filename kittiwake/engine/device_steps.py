@@ -13,7 +13,6 @@ from kittiwake.engine.batch import Batch
 from kittiwake.engine.cuda_states import CudaStateTable, sent
 from kittiwake.engine.flight import Flight
 from kittiwake.engine.request import SamplingParams
-from kittiwake.ops.copies import prepared_copy
 from kittiwake.ops.sampling.triton import DeviceSampler
 
 _RING = 4
@@ -54,10 +53,7 @@ class DeviceSteps:
             flat = torch.zeros((1, vocab_size), dtype=torch.float32, device=states.device)
             self.sampler.draw(flat, nobody, states.drawn, greedy_only=greedy)
         pinned = [torch.zeros_like(states.drawn, device="cpu").pin_memory() for _ in range(_RING)]
-        self._ring = [
-            (prepared_copy(tensor, states.drawn), tensor.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
-            for tensor in pinned
-        ]
+        self._ring = [(tensor, tensor.numpy(), torch.cuda.Event()) for tensor in pinned]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._graphs: dict[tuple[int, int, int, bool], Any] = {}
         self._is_greedy: dict[int, bool] = {}
@@ -103,9 +99,9 @@ class DeviceSteps:
                 for first in range(0, len(places), self.sampler.max_rows):
                     part = slice(first, first + self.sampler.max_rows)
                     self.sampler.draw(logits[part], slots[part], self._states.drawn, greedy_only=greedy)
-        fetch, flight.tokens, flight.event = self._ring[self._turn]
+        tensor, flight.tokens, flight.event = self._ring[self._turn]
         self._turn = (self._turn + 1) % _RING
-        fetch()
+        tensor.copy_(self._states.drawn, non_blocking=True)
         flight.event.record()
         flight.logits = logits
         return flight

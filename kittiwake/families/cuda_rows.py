@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +11,6 @@ import torch
 
 from kittiwake.engine.batch import Batch
 from kittiwake.engine.states import SCRATCH_SLOT
-from kittiwake.ops.copies import prepared_copy
 
 DECODE_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 PROMPT_BUCKETS = (
@@ -221,8 +220,8 @@ class RowBuffer(SentRows):
     def __init__(self, most_rows: int, device: torch.device) -> None:
         most = max(most_rows, DECODE_BUCKETS[-1])
         super().__init__((parts_length(_sizes(Shape(False, most, most, most))),), torch.int32, device, _RING)
-        self._decoding: dict[tuple[int, Shape], tuple[np.ndarray, np.ndarray, Callable[[], object]]] = {}
-        """By turn and shape: where ids and slots are written, and what sends them with the rest."""
+        self._decoding: dict[tuple[int, Shape], tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]] = {}
+        """By turn and shape: where ids and slots are written, and the two ends of the copy."""
         self._holds: list[Shape | None] = [None] * _RING
         """The shape of decoding whose other parts a turn's memory holds."""
 
@@ -260,8 +259,8 @@ class RowBuffer(SentRows):
         key = (self._turn, shape)
         if key not in self._decoding:
             length, parts = parts_length(_sizes(shape)), split_parts(tensor.numpy(), _sizes(shape))
-            self._decoding[key] = (parts[0], parts[3], prepared_copy(self.sent(length), tensor[:length]))
-        ids, slots, send = self._decoding[key]
+            self._decoding[key] = (parts[0], parts[3], self.sent(length), tensor[:length])
+        ids, slots, sent, given = self._decoding[key]
         rows, size = batch.rows, shape.rows
         if self._holds[self._turn] != shape:
             _, owners, starts, _, want = split_parts(tensor.numpy(), _sizes(shape))
@@ -270,7 +269,7 @@ class RowBuffer(SentRows):
         ids[:rows], slots[:rows] = batch.token_ids, batch.slots
         if rows < size:
             ids[rows:], slots[rows:] = 0, SCRATCH_SLOT
-        send()
+        sent.copy_(given, non_blocking=True)
 
 
 def _count(owners: np.ndarray, starts: np.ndarray, want: np.ndarray) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -116,7 +116,11 @@ class CudaKernel:
 
         ``overlap`` lets the kernel begin before the one in front of it has ended (it must wait inside for what it reads).
         """
-        driver, loaded = self._driver, self._ready()
+        driver, device = self._driver, torch.cuda.current_device()
+        loaded = self._by_device.get(device) or self._load(device)
+        if getattr(_current, "device", None) != device:
+            _check(driver.cuCtxSetCurrent(loaded.context))  # a thread that torch has not used yet has none
+            _current.device = device
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -127,40 +131,16 @@ class CudaKernel:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        values, kinds = zip(*map(_passed, arguments), strict=True)
-        _check(driver.cuLaunchKernelEx(config, loaded.function, (values, kinds), 0))
-
-    def prepared(self, grid: tuple[int, int, int], threads: int, arguments: Sequence[Any]) -> Callable[[], None]:
-        """Launches with these arguments on torch's current stream, over and over, for a few µs of the host each.
-
-        The tensors are kept alive; the kernel begins when all in front of it has ended.
-        """
-        passed = [kind(value) for value, kind in map(_passed, arguments)]
-        addresses = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
-        sizes, at = (*grid, threads, 1, 1, self._shared_bytes), ctypes.addressof(addresses)
-        kept = (passed, addresses, tuple(arguments))
-
-        def launch(kept: object = kept) -> None:
-            stream = torch.cuda.current_stream().cuda_stream
-            _check(self._driver.cuLaunchKernel(self._ready().function, *sizes, stream, at, 0))
-
-        return launch
-
-    def _ready(self) -> _Loaded:
-        """The function on the current device, whose context is current in this thread."""
-        device = torch.cuda.current_device()
-        loaded = self._by_device.get(device) or self._load(device)
-        if getattr(_current, "device", None) != device:
-            _check(self._driver.cuCtxSetCurrent(loaded.context))  # a thread that torch has not used yet has none
-            _current.device = device
-        return loaded
-
-
-def _passed(argument: Any) -> tuple[Any, Any]:
-    """How an argument is passed to a kernel: its value, and its type for ctypes."""
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr(), ctypes.c_void_p
-    return argument, ctypes.c_int if isinstance(argument, int) else ctypes.c_float
+        values: list[Any] = []
+        kinds: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                values.append(argument.data_ptr())
+                kinds.append(ctypes.c_void_p)
+            else:
+                values.append(argument)
+                kinds.append(ctypes.c_int if isinstance(argument, int) else ctypes.c_float)
+        _check(driver.cuLaunchKernelEx(config, loaded.function, (tuple(values), tuple(kinds)), 0))
 
 
 def can_overlap(device: torch.device) -> bool:

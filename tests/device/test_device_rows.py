@@ -17,7 +17,6 @@ from tests.ops.pieces import cut_in_two
 if torch.cuda.is_available():
     from kittiwake.layers.cuda_linear import CudaGroup, CudaProduct
     from kittiwake.layers.cuda_linear import same_bits as same_bits_there
-    from kittiwake.ops.copies import MOST_BYTES, prepared_copy
     from kittiwake.ops.dynamic_mix.cuda import LOW_ROWS, can_take_low, close_mix_low
     from kittiwake.ops.dynamic_mix.triton import close_mix
     from kittiwake.ops.shift_mix import triton as row_kernels
@@ -106,21 +105,3 @@ def test_wanted_rows_are_added_up_and_normed(width: int) -> None:
     expected = reference.layer_norm(rows, inputs["weight"], inputs["bias"], EPS)
     np.testing.assert_allclose(out.cpu().numpy(), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
     assert torch.equal(out[2], out[3])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_few_numbers_cross_both_ways_as_they_stand_when_they_are_sent(dtype: torch.dtype) -> None:
-    for nbytes in (8, 1016, 1024, 1032, MOST_BYTES, MOST_BYTES + 8):
-        count = nbytes // dtype.itemsize
-        ring = [torch.zeros(count, dtype=dtype).pin_memory() for _ in range(3)]
-        there, back = torch.zeros(count, dtype=dtype, device="cuda"), torch.zeros(count, dtype=dtype).pin_memory()
-        sends, fetch = [prepared_copy(there, given) for given in ring], prepared_copy(back, there)
-        for turn in range(7):
-            values = torch.arange(count, dtype=dtype) * (turn - 3) - turn
-            ring[turn % 3].copy_(values)
-            sends[turn % 3]()
-            there += 1
-            fetch()
-            torch.cuda.synchronize()
-            LEDGER.case("few numbers: both ways", torch.equal(back, values + 1))
-    assert LEDGER.holds("few numbers: both ways")

@@ -34,7 +34,7 @@ from kittiwake.ops.matmul import triton as tiles
 from tests.device.runs import Runs
 
 SHAPES = ("1.5b", "0.1b")
-REQUESTS = (1, 32)
+REQUESTS = (1, 8, 32)
 REPLAYS = 7
 BEGINS: tuple[dict[str, int], ...] = (
     {}, {"tile": 1}, {"tile": 2}, {"mix": 0}, {"mix": 1},

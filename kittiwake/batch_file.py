@@ -188,7 +188,8 @@ def request_digest(content: Mapping[str, Any], template: str | None) -> str:
 class AnswerFile:
     """The file of answers: one process at a time, lines whole or not there.
 
-    Opening it cuts off what a killed process left half-written, and finds out what is ``done`` already. Raises
+    Opening it cuts off what a killed process left half-written, and finds out what is ``done`` already. A file that was not
+    there before goes again where an error ends the work before its first answer. Raises
     OutputError when the file cannot be written, is in use, or holds anything but answers to ``items``.
     """
 
@@ -202,7 +203,7 @@ class AnswerFile:
 
     def __post_init__(self) -> None:
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._file, self._is_new = self._open()
         except OSError as error:
             raise OutputError(f"{self.path} cannot be written: {error.strerror}") from None
         try:
@@ -218,7 +219,16 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._is_new and self._size == 0:  # nothing was begun: as if it had not been asked for
+            with suppress(OSError):
+                self.path.unlink()
         os.close(self._file)
+
+    def _open(self) -> tuple[int, bool]:
+        """The file, and whether it was not there before."""
+        with suppress(FileExistsError):
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+        return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), False
 
     def _lock(self) -> None:
         try:

@@ -306,6 +306,8 @@ def peer_notes(figures: Sequence[Figures]) -> list[str]:
             else:
                 single = "" if peer.is_batched else "; * it runs one sequence after another"
                 lines[f"{peer.name}: {peer.version}{single}"] = None
+    if any(not peer.reason for one in figures for peer in one.peers):
+        lines["×: how many times as fast kittiwake was, by medians of turns with that peer alone"] = None
     return list(lines)
 
 

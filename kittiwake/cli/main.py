@@ -1,15 +1,18 @@
 """``kittiwake``: the commands, and the one place where errors become exit codes.
 
 Exit codes: 0 done · 1 a check failed or the work could not be done · 2 wrong usage · 3 a bad input file ·
-70 a fault in kittiwake itself · 130 interrupted · 141 the reader of a pipe went away.
+70 a fault in kittiwake itself · 130 interrupted · 141 the reader of a pipe went away · 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -25,7 +28,7 @@ from kittiwake.cli.eval_compare import compare
 from kittiwake.cli.eval_lambada import lambada
 from kittiwake.cli.export import export
 from kittiwake.cli.inspect import inspect
-from kittiwake.cli.output import print_error
+from kittiwake.cli.output import note, print_error
 from kittiwake.cli.run import run
 from kittiwake.cli.serve import serve
 from kittiwake.cli.verify import verify
@@ -36,6 +39,7 @@ EXIT_FAILED = 1
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+EXIT_TERMINATED = 143
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110}
 
@@ -46,7 +50,7 @@ def cli() -> None:
     """Run, check and measure RWKV-like models. Where MODEL is left out, the packaged model is used.
 
     Answers and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 a check failed, 2 wrong usage,
-    3 a bad input file, 130 interrupted; on an error stdout stays empty or as far as it got.
+    3 a bad input file, 130 interrupted; where the work could not be done, stdout stays empty or as far as it got.
     """
 
 
@@ -78,11 +82,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; the one place of the package that turns errors into text."""
     prepare_environment()
     try:
-        code = _run(arguments)
+        with _ending_in_order():
+            code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         return _close_stdout()
     return code
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM unwinds what is open, so that no temporary file is left; ``serve`` has its own way with it."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -97,7 +121,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         print_error(error.message, error.hint)
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        note(error.format_message())
         return error.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "kittiwake"
@@ -107,7 +131,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         print_error(error.format_message())
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        note("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +28,16 @@ def emit_json(document: object) -> None:
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal, on stderr."""
-    click.echo(text, err=True)
+    """A line for the person at the terminal, on stderr; where that takes nothing, work and answer are as good without."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def print_error(message: str, hint: str = "") -> None:
     """``error: …`` and, where there is one, ``hint: …`` on stderr."""
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+    note(f"{click.style('error:', fg='red', bold=True)} {message}")
     if hint:
-        click.echo(f"{click.style('hint:', bold=True)} {hint}", err=True)
+        note(f"{click.style('hint:', bold=True)} {hint}")
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

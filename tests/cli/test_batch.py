@@ -77,6 +77,21 @@ def test_wrong_lines_are_exit_2_and_nothing_is_written(call: Call, tiny: Path, t
     assert call("batch", tmp_path / "missing", tmp_path / "out.jsonl", tiny).code == 3
 
 
+def test_work_that_the_model_refuses_leaves_no_file_and_what_was_there_as_it_was(
+    call: Call, tiny: Path, tmp_path: Path
+) -> None:
+    asked, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text('{"id": "a", "prompt": [99999999]}\n')
+    result = call("batch", asked, out, tiny)
+    assert result.code == 2 and "99999999, which is no token id" in result.stderr
+    assert not out.exists()
+    assert call("batch", asked, out, tmp_path / "missing").code == 3
+    assert not out.exists()
+    out.touch()
+    assert call("batch", asked, out, tiny).code == 2
+    assert out.read_bytes() == b""
+
+
 def test_an_answer_that_is_an_error_is_exit_1(call: Call, tiny: Path, tmp_path: Path) -> None:
     asked = tmp_path / "in.jsonl"
     bias = {str(token): -100 for token in range(256)}

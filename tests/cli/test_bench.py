@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kittiwake.bench.timing import Figures, PeerFigures
+from kittiwake.cli.bench import peer_notes
 from kittiwake.load import Loaded
 from tests.bench.fakes import SumModel
 from tests.engine.pieces import PieceTokenizer
@@ -118,10 +120,20 @@ def test_a_peer_has_a_column_and_the_reason_stands_below(call: Call, loads: list
     plain = call(*arguments)
     assert plain.code == 0
     assert "against fla" in plain.stdout
-    assert "fla: no figure: " in plain.stdout
+    assert "fla: no figure: " in plain.stdout and "how many times" not in plain.stdout
     rows = json.loads(call(*arguments, "--json").stdout)
     assert [row["peers"][0]["name"] for row in rows] == ["fla", "fla"]
     assert all(row["peers"][0]["reason"] for row in rows)
+
+
+def test_what_a_peers_ratio_is_of_stands_below() -> None:
+    """Not of the medians in the table: ours beside it is of the turns with that peer."""
+    peers = (PeerFigures("rwkv", "rwkv 1", 57.5, 38.6, 4, is_batched=False), PeerFigures("fla", reason="no card"))
+    assert peer_notes([Figures("1x1", 1, 1, 36.1, 9, peers=peers)]) == [
+        "rwkv: rwkv 1; * it runs one sequence after another",
+        "fla: no figure: no card",
+        "×: how many times as fast kittiwake was, by medians of turns with that peer alone",
+    ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib comes with the plots extra")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -120,6 +121,38 @@ def test_closed_standard_streams_are_no_fault() -> None:
     script = "import sys\nfrom kittiwake.cli.main import main\nsys.stdout = None\nsys.exit(main(['--version']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_stderr_that_takes_nothing_changes_no_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        for arguments, code in ((["doctor", "--device", "cpu", "--json"], 0), (["run", "--threads", "-1"], 2)):
+            command = [sys.executable, "-m", "kittiwake", *arguments]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, check=False)
+            assert done.returncode == code
+            assert bool(done.stdout) == (code == 0)
+
+
+def test_sigterm_leaves_nothing_temporary(tmp_path: Path) -> None:
+    script = """
+import signal, sys, tempfile
+import kittiwake.load
+from kittiwake.cli.main import main
+
+def load_model(*_, **__):
+    with tempfile.NamedTemporaryFile(dir=sys.argv[1]):
+        signal.raise_signal(signal.SIGTERM)
+
+kittiwake.load.load_model = load_model
+try:
+    main(["verify", "--json"])
+finally:
+    print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "True\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_too_many_threads_are_refused(call: Call) -> None:

@@ -188,9 +188,9 @@ def request_digest(content: Mapping[str, Any], template: str | None) -> str:
 class AnswerFile:
     """The file of answers: one process at a time, lines whole or not there.
 
-    Opening it cuts off what a killed process left half-written, and finds out what is ``done`` already. A file that was not
-    there before goes again where an error ends the work before its first answer. Raises
-    OutputError when the file cannot be written, is in use, or holds anything but answers to ``items``.
+    Opening it cuts off what a killed process left half-written, and finds out what is ``done`` already. A file that was
+    not there before goes again where an error ends the work before its first answer. Raises OutputError when the file
+    cannot be written, is in use, or holds anything but answers to ``items``.
     """
 
     path: Path

@@ -204,20 +204,7 @@ class CudaModel(ABC):
         """The same, enqueued: float32 logits [W, vocab] on the device, which the next call may overwrite."""
         with self._lock:
             found = self._decoded(batch, states)
-            if found is not None:
-                return found[0][: batch.rows]
-            pieces = cut(batch, self.most_rows)
-            if any(len(piece.want) > MOST_WANTED for piece in pieces):  # more than there is room for at once
-                return torch.from_numpy(self.forward(batch, states)).to(self.place)
-            states.positions[batch.slots] += np.diff(batch.starts)
-            if len(pieces) == 1:
-                return self._run(pieces[0], states)[: len(pieces[0].want)]
-            out = torch.empty((len(batch.want_rows), self.vocab), dtype=torch.float32, device=self.place)
-            for piece in pieces:
-                logits = self._run(piece, states)
-                if len(piece.want):
-                    out[sent(piece.places, self.place)] = logits[: len(piece.want)]
-            return out
+            return self._in_pieces(batch, states) if found is None else found[0][: batch.rows]
 
     def draw_rows(self, slots: int) -> int:
         """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
@@ -228,7 +215,7 @@ class CudaModel(ABC):
         """See :class:`kittiwake.engine.device_steps.DrawableModel`."""
         with self._lock:
             found = self._decoded(batch, states)
-        return (self.forward_on_device(batch, states), None) if found is None else found
+            return (self._in_pieces(batch, states), None) if found is None else found
 
     def _decoded(self, batch: Batch, states: StateTable) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A batch of one row a sequence, all wanted, enqueued by its graph: logits and slots, padded to a bucket.
@@ -248,6 +235,21 @@ class CudaModel(ABC):
         buffer.mark()
         states.positions[batch.slots] += 1
         return logits, rows.slots
+
+    def _in_pieces(self, batch: Batch, states: StateTable) -> torch.Tensor:
+        """Any batch, enqueued launch by launch; see :meth:`forward_on_device`."""
+        pieces = cut(batch, self.most_rows)
+        if any(len(piece.want) > MOST_WANTED for piece in pieces):  # more than there is room for at once
+            return torch.from_numpy(self.forward(batch, states)).to(self.place)
+        states.positions[batch.slots] += np.diff(batch.starts)
+        if len(pieces) == 1:
+            return self._run(pieces[0], states)[: len(pieces[0].want)]
+        out = torch.empty((len(batch.want_rows), self.vocab), dtype=torch.float32, device=self.place)
+        for piece in pieces:
+            logits = self._run(piece, states)
+            if len(piece.want):
+                out[sent(piece.places, self.place)] = logits[: len(piece.want)]
+        return out
 
     def _run(self, piece: Piece, states: StateTable) -> torch.Tensor:
         """One launch, by a graph where its shape has one. Logits [≥ W, vocab], wanted rows first and in order."""

@@ -46,11 +46,17 @@ def test_json_refuses_what_json_cannot_say() -> None:
         output.emit_json({"x": float("nan")})
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of progress: the seconds in it."""
+    seconds = [0.0]
+    monkeypatch.setattr("kittiwake.cli.output.time.monotonic", lambda: seconds[0])
+    return seconds
+
+
 def test_progress_says_nothing_of_quick_work_and_now_and_then_of_long_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], now: list[float]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("kittiwake.cli.output.time.monotonic", lambda: now[0])
     with output.ProgressBars() as progress:
         for done in range(101):
             now[0] += 0.12
@@ -60,10 +66,8 @@ def test_progress_says_nothing_of_quick_work_and_now_and_then_of_long_work(
 
 
 def test_the_piece_in_work_is_told_when_it_begins_once_the_work_is_known_to_be_long(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], now: list[float]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("kittiwake.cli.output.time.monotonic", lambda: now[0])
     with output.ProgressBars() as progress:
         for done, (piece, took_s) in enumerate([("quick", 0.1), ("slow", 5.0), ("next", 0.1), ("last", 300.0)]):
             progress(f"comparing: {piece}", done, 4)
